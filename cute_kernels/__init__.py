@@ -1,0 +1,1 @@
+"""Device code (CuTe DSL). Imports neither the runtime nor the public API."""

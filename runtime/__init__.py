@@ -1,0 +1,1 @@
+"""The Python runtime around the kernels: images, devices, transports, sessions, vgpu."""
