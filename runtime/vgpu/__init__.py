@@ -1,0 +1,1 @@
+"""vgpu: run compiled PTX without a GPU. A test instrument, not a backend."""
