@@ -1,0 +1,179 @@
+"""Refuse bad input before anything is launched: argument, value, what is allowed.
+
+Nothing here reads a CUDA tensor's contents, so no check synchronises the host.
+
+Legend: T tokens, H hidden, E experts, K experts per token, I intermediate, G = 2I, L local experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megamoe.config import MoEConfig
+
+X_DTYPES = (torch.bfloat16,)
+ID_DTYPES = (torch.int32, torch.int64)
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNEL_ACTIVATIONS = ("silu", "relu")
+KERNEL_WEIGHT_AT = ("act",)
+
+
+def check_kernel_support(cfg: MoEConfig) -> None:
+    """Raise ``ValueError`` for what `MoEConfig` can describe but this kernel does not run yet."""
+    for name, allowed in (("activation", KERNEL_ACTIVATIONS), ("weight_at", KERNEL_WEIGHT_AT)):
+        value = getattr(cfg, name)
+        if value not in allowed:
+            raise ValueError(
+                f"{name}={value!r}: the kernel of this version runs "
+                f"{', '.join(map(repr, allowed))} only"
+            )
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    *,
+    shape: tuple[int | str, ...],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None = None,
+) -> None:
+    """Type, shape (a str is a free size), dtype, device and a contiguous last dimension."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} is a {type(tensor).__name__}: must be a torch.Tensor")
+    wanted = "[" + ", ".join(map(str, shape)) + "]"
+    if tensor.ndim != len(shape) or any(
+        isinstance(size, int) and size != got for size, got in zip(shape, tensor.shape, strict=True)
+    ):
+        raise ValueError(f"{name} has shape {list(tensor.shape)}: must be {wanted}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} has dtype {_names([tensor.dtype])}: must be {_names(dtypes)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}: must be on {device}")
+    if tensor.numel() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}: its last dimension must be contiguous"
+        )
+
+
+def invalid_id_text(cfg: MoEConfig, topk_ids_TK: torch.Tensor, *, name: str) -> str | None:
+    """The first id >= E of a tensor with its token and slot, or None. Reads the tensor."""
+    bad = (topk_ids_TK >= cfg.num_experts).nonzero()
+    if not len(bad):
+        return None
+    token, slot = bad[0].tolist()
+    return (
+        f"{name}[{token}, {slot}]={int(topk_ids_TK[token, slot])} (token {token}, slot {slot}): "
+        f"must be < num_experts={cfg.num_experts}, or negative for a masked slot"
+    )
+
+
+def check_inputs(
+    cfg: MoEConfig,
+    x_TH: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    *,
+    pe: int | None = None,
+    x_dtypes: Sequence[torch.dtype] = X_DTYPES,
+) -> None:
+    """Check the inputs of one PE. The tensors are read at most, never changed.
+
+    Args:
+        cfg: the layer.
+        x_TH: ``[T, H]`` bf16, 0 <= T <= Tmax, any row stride, last dimension contiguous.
+        topk_ids_TK: ``[T, K]`` int32 or int64 global expert ids; < 0 is a masked slot.
+        topk_weights_TK: ``[T, K]`` fp32, bf16 or fp16.
+        pe: names the PE in messages (``x[2]``) when a caller checks several.
+        x_dtypes: the reference also takes fp32 and fp64.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed. Ids >= E raise it only on
+            CPU tensors and with ``cfg.invalid_ids == "error"``; otherwise such a slot is masked.
+    """
+    where = "" if pe is None else f"[{pe}]"
+    _check_tensor(f"x{where}", x_TH, shape=("T", cfg.hidden), dtypes=x_dtypes)
+    num_tokens = x_TH.shape[0]
+    if num_tokens > cfg.max_tokens:
+        raise ValueError(
+            f"x{where} has {num_tokens} tokens: must be <= max_tokens={cfg.max_tokens}"
+        )
+    shape = (num_tokens, cfg.top_k)
+    _check_tensor(
+        f"topk_ids{where}", topk_ids_TK, shape=shape, dtypes=ID_DTYPES, device=x_TH.device
+    )
+    _check_tensor(
+        f"topk_weights{where}",
+        topk_weights_TK,
+        shape=shape,
+        dtypes=WEIGHT_DTYPES,
+        device=x_TH.device,
+    )
+    if cfg.invalid_ids == "error" and topk_ids_TK.device.type == "cpu":
+        text = invalid_id_text(cfg, topk_ids_TK, name=f"topk_ids{where}")
+        if text is not None:
+            raise ValueError(text)
+
+
+def check_weights(
+    cfg: MoEConfig,
+    w13_LGH: torch.Tensor,
+    w2_LHI: torch.Tensor,
+    *,
+    num_experts: int,
+    pe: int | None = None,
+    dtypes: Sequence[torch.dtype] = X_DTYPES,
+    device: torch.device | None = None,
+) -> None:
+    """Check the weights of ``num_experts`` experts: L of one PE, or E for the global tensors.
+
+    Args:
+        w13_LGH: ``[num_experts, 2I, H]``, gate rows first.
+        w2_LHI: ``[num_experts, H, I]``.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+    """
+    where = "" if pe is None else f"[{pe}]"
+    _check_tensor(
+        f"w13{where}",
+        w13_LGH,
+        shape=(num_experts, 2 * cfg.intermediate, cfg.hidden),
+        dtypes=dtypes,
+        device=device,
+    )
+    _check_tensor(
+        f"w2{where}",
+        w2_LHI,
+        shape=(num_experts, cfg.hidden, cfg.intermediate),
+        dtypes=dtypes,
+        device=device,
+    )
+
+
+def check_group(
+    cfg: MoEConfig,
+    *,
+    x: Sequence[torch.Tensor],
+    topk_ids: Sequence[torch.Tensor],
+    topk_weights: Sequence[torch.Tensor],
+    x_dtypes: Sequence[torch.dtype] = X_DTYPES,
+) -> None:
+    """`check_inputs` for lists with one entry per PE.
+
+    Raises:
+        ValueError: a list is not P long, or one of its entries is refused.
+    """
+    for name, entries in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if isinstance(entries, torch.Tensor) or len(entries) != cfg.num_pes:
+            raise ValueError(
+                f"{name} has {len(entries)} entries: must be a list of num_pes={cfg.num_pes} "
+                "tensors, one per PE"
+            )
+    for pe in range(cfg.num_pes):
+        check_inputs(cfg, x[pe], topk_ids[pe], topk_weights[pe], pe=pe, x_dtypes=x_dtypes)
