@@ -1,0 +1,68 @@
+"""Compile kernels on any machine, GPU or not: problem + config + arch → image.
+
+``compile_forward`` is not thread-safe (the compiler is not); run several in several processes.
+"""
+
+import contextlib
+import io
+import tempfile
+import time
+
+import cutlass  # noqa: F401  (loads the DSL before its submodules)
+from cutlass import Int32, Int64, cute
+
+from megamoe.cute_kernels.context import PARAMETERS
+from megamoe.cute_kernels.forward import ForwardKernel
+from megamoe.cute_kernels.image import Image, describe, parse_signature
+from megamoe.cute_kernels.problem import KernelConfig, Problem
+from megamoe.cute_kernels.smem import default_config
+
+FORWARD_ARCHS = ("sm_90a",)
+"""Architectures with a forward kernel."""
+
+
+def compile_forward(
+    *, problem: Problem, config: KernelConfig | None = None, arch: str = "sm_90a"
+) -> Image:
+    """Trace and compile the forward kernel.
+
+    Args:
+        problem: static sizes.
+        config: kernel config; None chooses ``default_config(problem)``.
+        arch: target, one of ``FORWARD_ARCHS``.
+
+    Raises:
+        ValueError: ``arch`` has no kernel, or the config does not fit the problem.
+        RuntimeError: the compiler failed; its text is in the message.
+    """
+    if arch not in FORWARD_ARCHS:
+        raise ValueError(f"arch={arch!r}: no forward kernel; allowed: {', '.join(FORWARD_ARCHS)}")
+    config = config or default_config(problem)
+    kernel = ForwardKernel(problem, config)
+    kernel.kernel.set_name_prefix("megamoe_forward")
+    scalars = {"u32": Int32(0), "u64": Int64(0)}
+    arguments = [scalars[width] for _, width, _ in PARAMETERS]
+    started = time.perf_counter()
+    remarks = io.StringIO()
+    # One dump folder a compile: two compiles sharing one return each other's code.
+    with tempfile.TemporaryDirectory(prefix="megamoe-") as folder:
+        options = (
+            f"--gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {folder} "
+            "--generate-line-info --ptxas-options '-v' remarks{ptx}"
+        )
+        with contextlib.redirect_stderr(remarks), contextlib.redirect_stdout(remarks):
+            compiled = cute.compile(kernel, *arguments, Int32(1), options=options)
+        ptx, cubin = compiled.artifacts.PTX, bytes(compiled.artifacts.CUBIN)
+    names = tuple(name for name, _, _ in PARAMETERS)
+    entry, parameters, threads = parse_signature(ptx, names)
+    return Image(
+        entry=entry,
+        arch=arch,
+        ptx=ptx,
+        cubin=cubin,
+        parameters=parameters,
+        threads=threads,
+        smem_bytes=kernel.shared.total,
+        compile_seconds=time.perf_counter() - started,
+        **describe(ptx, remarks.getvalue()),
+    )

@@ -1,0 +1,98 @@
+"""What every role of one launch knows: pointers, sizes, epoch, addresses of regions.
+
+Legend: P PEs, T tokens, H hidden, I intermediate, E experts, K top-k, S expert slots.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels.problem import KernelConfig, Problem
+from megamoe.cute_kernels.smem import SharedMap
+from megamoe.cute_kernels.sync import Guard
+from megamoe.cute_kernels.workspace import TENSOR_MAP_BYTES, local_block, symmetric_block
+
+PARAMETERS: tuple[tuple[str, str, str], ...] = (
+    ("x", "u64", "address of the caller's rows [T, H] bf16"),
+    ("x_stride", "u64", "bytes between rows of x"),
+    ("stage_x", "u32", "1: copy x into the symmetric region; 0: it is there already"),
+    ("ids", "u64", "address of topk_ids [T, K]"),
+    ("ids_wide", "u32", "1: ids are int64; 0: int32"),
+    ("weights", "u64", "address of topk_weights [T, K] fp32"),
+    ("tokens", "u64", "address of T, int32"),
+    ("y", "u64", "address of the output [T, H] bf16, contiguous"),
+    ("symmetric", "u64", "this PE's symmetric block"),
+    ("local", "u64", "this PE's local block"),
+    ("maps", "u64", "address of the tensor maps, MAPS order, 128 bytes each"),
+    ("pe", "u32", "this PE"),
+    ("timeout_ns", "u64", "deadline of cross-CTA waits, 0 = none"),
+)
+"""Launch parameters in order: name, width, meaning. The host packs them from this table."""
+
+MAPS = ("w13", "w2", "pool_x", "pool_h", "pool_h_store")
+"""Order of the tensor maps; see ``tensor_maps`` in ``build.py`` for their boxes."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Launch parameters and what the prologue derived from them. Fields as in ``PARAMETERS``."""
+
+    x: Int64
+    x_stride: Int64
+    stage_x: Int32
+    ids: Int64
+    ids_wide: Int32
+    weights: Int64
+    y: Int64
+    symmetric: Int64
+    local: Int64
+    maps: Int64
+    pe: Int32
+    epoch: Int32
+    bank: Int32
+    tokens: Int32
+    cta: Int32
+    grid: Int32
+    smem: Int32
+    guard: Guard
+    problem: cutlass.Constexpr[Problem]
+    config: cutlass.Constexpr[KernelConfig]
+    shared: cutlass.Constexpr[SharedMap]
+
+    def sym(self, region: str) -> Int64:
+        """Address of a symmetric region on this PE."""
+        return self.symmetric + symmetric_block(self.problem)[region].offset
+
+    def loc(self, region: str) -> Int64:
+        """Address of a local region."""
+        return self.local + local_block(self.problem)[region].offset
+
+    def peer(self, pe: Int32, region: str) -> Int64:
+        """Address of a symmetric region on PE ``pe``."""
+        base = ptx.ld_i64(self.loc("peers") + Int64(pe) * 8)
+        return base + symmetric_block(self.problem)[region].offset
+
+    def counter(self, region: str, index: Int32) -> Int64:
+        """Address of word ``index`` of a local two-bank counter, in this epoch's bank."""
+        length = local_block(self.problem)[region].shape[1]
+        return self.loc(region) + Int64(self.bank * length + index) * 4
+
+    def map(self, name: str) -> Int64:
+        """Address of a tensor map."""
+        return self.maps + MAPS.index(name) * TENSOR_MAP_BYTES
+
+    def slot_base(self, pe: Int32) -> Int32:
+        """First expert slot of PE ``pe``; ``slot_base(P)`` is the number of slots."""
+        return ptx.ld_i32(self.loc("slot_base") + Int64(pe) * 4)
+
+    def local_experts(self) -> Int32:
+        """Number of experts this PE holds."""
+        return self.slot_base(self.pe + 1) - self.slot_base(self.pe)
+
+
+@cute.jit
+def lane() -> Int32:
+    """This thread's lane in its warp."""
+    return cute.arch.lane_idx()

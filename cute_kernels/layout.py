@@ -1,0 +1,52 @@
+"""Reading the pool layout that recv-and-place wrote to shared memory."""
+
+from dataclasses import dataclass
+
+from cutlass import Int32, cute
+
+from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels.context import Context
+from megamoe.cute_kernels.problem import BLOCK_M
+from megamoe.cute_kernels.scheduler import TileScheduler, make_scheduler
+
+
+@cute.jit
+def block_prefix(c: Context, expert: Int32) -> Int32:
+    """First M-block of a local expert; of ``local_experts()``: the number of blocks."""
+    return ptx.lds_i32(c.smem + c.shared.block_prefix + expert * 4)
+
+
+@dataclass
+class ExpertCursor:
+    """Maps M-blocks, asked for in ascending order, to local experts."""
+
+    expert: Int32
+
+    @cute.jit
+    def seek(self, c: Context, block: Int32):
+        """Move to the expert that owns ``block``; experts without rows own no block."""
+        while block_prefix(c, self.expert + 1) <= block:
+            self.expert = self.expert + 1
+
+    @cute.jit
+    def rows(self, c: Context, block: Int32) -> Int32:
+        """Valid rows of ``block``, 1 to BLOCK_M; call after ``seek``."""
+        rows = ptx.lds_i32(c.smem + c.shared.expert_rows + self.expert * 4)
+        rows -= (block - block_prefix(c, self.expert)) * BLOCK_M
+        if rows > BLOCK_M:
+            rows = Int32(BLOCK_M)
+        return rows
+
+
+@cute.jit
+def tiles_of(c: Context) -> TileScheduler:
+    """Wait for the layout, then a scheduler over this CTA's tiles."""
+    ptx.mbarrier_wait(c.smem + c.shared.layout_ready, Int32(0))
+    return make_scheduler(
+        c.cta,
+        c.grid,
+        block_prefix(c, c.local_experts()),
+        c.problem.fc1_tiles,
+        c.problem.fc2_tiles,
+        c.config.lag_waves,
+    )

@@ -1,0 +1,61 @@
+"""The A/B stage ring between load and math: ``full`` and ``empty`` mbarriers and a position.
+
+``full[s]``: one arrival (the load thread, with the stage's bytes) and the bytes themselves.
+``empty[s]``: one arrival per math warp, after the last WGMMA that read the stage has retired.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, cute
+
+from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels.context import Context
+from megamoe.cute_kernels.smem import MATH_WARPGROUPS
+
+EMPTY_ARRIVALS = MATH_WARPGROUPS * 4
+
+
+@dataclass
+class StagePosition:
+    """A role's place in the ring. ``parity`` is the phase of ``full`` to wait for; the producer
+    waits for the opposite phase of ``empty``, which a fresh barrier counts as complete."""
+
+    stage: Int32
+    parity: Int32
+    stages: cutlass.Constexpr[int]
+
+    @cute.jit
+    def advance(self):
+        """Next stage; the parity flips when the ring wraps."""
+        self.stage = self.stage + 1
+        if self.stage == self.stages:
+            self.stage = Int32(0)
+            self.parity = self.parity ^ 1
+
+
+def make_position(stages: int) -> StagePosition:
+    """The first stage."""
+    return StagePosition(stage=Int32(0), parity=Int32(0), stages=stages)
+
+
+def full_barrier(c: Context, stage: Int32) -> Int32:
+    """Shared address of ``full[stage]``."""
+    return c.smem + c.shared.full + stage * 8
+
+
+def empty_barrier(c: Context, stage: Int32) -> Int32:
+    """Shared address of ``empty[stage]``."""
+    return c.smem + c.shared.empty + stage * 8
+
+
+@cute.jit
+def init_barriers(c_smem: Int32, shared: cutlass.Constexpr, config: cutlass.Constexpr):
+    """Initialise all mbarriers of the CTA; one thread."""
+    for stage in cutlass.range_constexpr(config.stages):
+        ptx.mbarrier_init(c_smem + shared.full + stage * 8, 1)
+        ptx.mbarrier_init(c_smem + shared.empty + stage * 8, EMPTY_ARRIVALS)
+    for slot in cutlass.range_constexpr(config.ring_slots):
+        ptx.mbarrier_init(c_smem + shared.ring_full + slot * 8, 1)
+    ptx.mbarrier_init(c_smem + shared.layout_ready, 1)
+    ptx.fence_mbarrier_init()

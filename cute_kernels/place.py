@@ -1,0 +1,386 @@
+"""recv-and-place: wait for the routes, lay out the pool, fetch each token row once, store it to
+each of its expert rows.
+
+One warp a CTA. The layout is the same on every CTA, so each computes its own copy in shared memory
+and hands it to the other roles through the ``layout_ready`` mbarrier. Records are then shared out
+over CTAs in (local expert, rotated source, token) order; the sources rotate by PE so that not all
+PEs pull from the same one at once.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels.arith import ceil_div
+from megamoe.cute_kernels.context import Context, lane
+from megamoe.cute_kernels.problem import BLOCK_M
+from megamoe.cute_kernels.routing import warp_inclusive_sum
+from megamoe.cute_kernels.smem import BF16_BYTES, copy_bytes
+from megamoe.cute_kernels.sync import (
+    Phase,
+    Status,
+    aborted,
+    claim_status,
+    wait_at_least,
+    write_status,
+)
+
+LOAD_BATCH = 8
+"""Counts of this many sources are loaded before the first is used, to overlap their latency."""
+
+
+@cute.jit
+def await_routes(c: Context) -> Int32:
+    """Wait until every PE's ``arrive`` shows this epoch; 1, or 0 if this PE gave up."""
+    ok = Int32(1)
+    for peer in cutlass.range(lane(), c.problem.num_pes, 32, unroll=1):
+        ok = ok & wait_at_least(
+            c.guard,
+            c.sym("arrive") + Int64(peer) * 4,
+            c.epoch,
+            "sys",
+            int(Phase.ARRIVE),
+            peer,
+            Int32(-1),
+        )
+    return Int32(cute.arch.vote_all_sync(ok == 1))
+
+
+@cute.jit
+def lay_out(c: Context):
+    """Segments of the pool: experts in order, padded to BLOCK_M; inside one, sources in order.
+
+    Worked example, 2 sources, local experts with rows (source 0, source 1) = (100, 60), (0, 5):
+    expert_rows = 160, 5; block_prefix = 0, 2, 3; segment = 0, 100 | 0, 0.
+    """
+    problem = c.problem
+    num_pes = problem.num_pes
+    first_slot = c.slot_base(c.pe)
+    experts = c.local_experts()
+    counts = c.sym("route_count") + Int64(c.bank * num_pes) * (problem.num_experts * 4)
+    carry = Int32(0)
+    base = Int32(0)
+    while base < experts:
+        expert = base + lane()
+        rows = Int32(0)
+        for batch in cutlass.range(ceil_div(num_pes, LOAD_BATCH), unroll=1):
+            loaded = []
+            for i in cutlass.range_constexpr(min(LOAD_BATCH, num_pes)):
+                source = batch * LOAD_BATCH + i
+                count = Int32(0)
+                if (expert < experts) & (source < num_pes):
+                    index = source * problem.num_experts + first_slot + expert
+                    count = ptx.ld_i32(counts + Int64(index) * 4)
+                loaded.append(count)
+            for i in cutlass.range_constexpr(min(LOAD_BATCH, num_pes)):
+                source = batch * LOAD_BATCH + i
+                if (expert < experts) & (source < num_pes):
+                    entry = expert * num_pes + source
+                    ptx.sts_i32(c.smem + c.shared.segment + entry * 4, rows)
+                rows += loaded[i]
+        blocks = (rows + BLOCK_M - 1) // BLOCK_M
+        inclusive = warp_inclusive_sum(blocks)
+        if expert < experts:
+            ptx.sts_i32(c.smem + c.shared.expert_rows + expert * 4, rows)
+            ptx.sts_i32(c.smem + c.shared.block_prefix + expert * 4, carry + inclusive - blocks)
+        carry += cute.arch.shuffle_sync(inclusive, 31)
+        base += 32
+    if lane() == 0:
+        ptx.sts_i32(c.smem + c.shared.block_prefix + experts * 4, carry)
+    for source in cutlass.range(num_pes, unroll=1):
+        list_primaries(c, source, experts)
+
+
+@cute.jit
+def list_primaries(c: Context, source: Int32, experts: Int32):
+    """Where each local expert's records begin in the list of ``source``: exclusive prefix."""
+    problem = c.problem
+    row = c.bank * problem.num_pes + source
+    counts = c.sym("primary_count") + Int64(row * problem.experts_per_pe) * 4
+    target = c.smem + c.shared.primary + source * ((problem.experts_per_pe + 1) * 4)
+    carry = Int32(0)
+    base = Int32(0)
+    while base < experts:
+        expert = base + lane()
+        count = Int32(0)
+        if expert < experts:
+            count = ptx.ld_i32(counts + Int64(expert) * 4)
+        inclusive = warp_inclusive_sum(count)
+        if expert < experts:
+            ptx.sts_i32(target + expert * 4, carry + inclusive - count)
+        carry += cute.arch.shuffle_sync(inclusive, 31)
+        base += 32
+    if lane() == 0:
+        ptx.sts_i32(target + experts * 4, carry)
+
+
+@cute.jit
+def pools_fit(c: Context) -> Int32:
+    """1 if the padded segments of every PE fit its pool. All PEs see the same counts, so all
+    decide alike; the first PE that is too small goes into the status record."""
+    problem = c.problem
+    counts = c.sym("route_count") + Int64(c.bank * problem.num_pes) * (problem.num_experts * 4)
+    fit = Int32(1)
+    for pe in cutlass.range(problem.num_pes, unroll=1):
+        needed = Int32(0)
+        start = c.slot_base(pe)
+        stop = c.slot_base(pe + 1)
+        for slot in cutlass.range(start + lane(), stop, 32, unroll=1):
+            rows = Int32(0)
+            for source in cutlass.range(problem.num_pes, unroll=4):
+                index = source * problem.num_experts + slot
+                rows += ptx.ld_i32(counts + Int64(index) * 4)
+            needed += (rows + BLOCK_M - 1) // BLOCK_M
+        needed = cute.arch.shuffle_sync(warp_inclusive_sum(needed), 31) * BLOCK_M
+        if (needed > problem.pool_rows) & (fit == 1):
+            fit = Int32(0)
+            if lane() == 0:
+                if claim_status(c.guard, Int32(Status.CAPACITY)) == 1:
+                    write_status(
+                        c.guard,
+                        Int32(Phase.NONE),
+                        pe,
+                        needed,
+                        Int32(problem.pool_rows),
+                        Int32(-1),
+                    )
+    return fit
+
+
+@dataclass
+class RecordCursor:
+    """Walks this CTA's records in (expert, rotated source, index) order.
+
+    ``before`` is the number of records in earlier segments modulo the grid: record r of the whole
+    order belongs to CTA r mod grid.
+    """
+
+    expert: Int32
+    turn: Int32
+    source: Int32
+    index: Int32
+    count: Int32
+    first: Int32
+    before: Int32
+    valid: Int32
+
+    @cute.jit
+    def open_segment(self, c: Context):
+        """Load the current (expert, source) segment and find this CTA's first record in it."""
+        self.source = self.turn + c.pe
+        if self.source >= c.problem.num_pes:
+            self.source = self.source - c.problem.num_pes
+        entry = self.source * (c.problem.experts_per_pe + 1) + self.expert
+        address = c.smem + c.shared.primary + entry * 4
+        self.first = ptx.lds_i32(address)
+        self.count = ptx.lds_i32(address + 4) - self.first
+        self.index = c.cta - self.before
+        if self.index < 0:
+            self.index = self.index + c.grid
+
+    @cute.jit
+    def settle(self, c: Context, experts: Int32):
+        """Go on to the next segment while the current one has no further record of this CTA."""
+        while (self.valid == 1) & (self.index >= self.count):
+            self.before = (self.before + self.count) % c.grid
+            self.turn = self.turn + 1
+            if self.turn == c.problem.num_pes:
+                self.turn = Int32(0)
+                self.expert = self.expert + 1
+            if self.expert >= experts:
+                self.valid = Int32(0)
+            else:
+                self.open_segment(c)
+
+    @cute.jit
+    def start(self, c: Context, experts: Int32):
+        """Find the first record."""
+        if experts > 0:
+            self.valid = Int32(1)
+            self.open_segment(c)
+            self.settle(c, experts)
+
+    @cute.jit
+    def advance(self, c: Context, experts: Int32):
+        """Step to the next record."""
+        self.index = self.index + c.grid
+        self.settle(c, experts)
+
+    @cute.jit
+    def address(self, c: Context) -> Int64:
+        """Address of the current record."""
+        row = (c.bank * c.problem.num_pes + self.source) * c.problem.max_tokens
+        record = Int64(row + self.first + self.index)
+        return c.sym("route") + record * (c.problem.record_words * 4)
+
+
+def make_cursor() -> RecordCursor:
+    """A cursor before its first record."""
+    zero = Int32(0)
+    return RecordCursor(
+        expert=zero,
+        turn=zero,
+        source=zero,
+        index=zero,
+        count=zero,
+        first=zero,
+        before=zero,
+        valid=zero,
+    )
+
+
+@dataclass
+class RowRing:
+    """Slots of row pieces in shared memory: loads run ahead of stores by all slots but one.
+
+    ``piece`` is the next piece to load of the load cursor's record; ``load_slot`` and
+    ``store_slot`` name the slots, ``parity`` the phase of the store side's ``ring_full``.
+    """
+
+    piece: Int32
+    load_slot: Int32
+    store_slot: Int32
+    parity: Int32
+    slots: cutlass.Constexpr[int]
+
+    @cute.jit
+    def issue(self, c: Context, cursor: RecordCursor):
+        """Load the next piece from the source PE; ``cursor`` must be valid."""
+        size = copy_bytes(c.problem)
+        row_bytes = c.problem.hidden * BF16_BYTES
+        token = ptx.ld_i32(cursor.address(c))
+        offset = self.piece * size
+        nbytes = row_bytes - offset
+        if nbytes > size:
+            nbytes = Int32(size)
+        source = c.peer(cursor.source, "x") + Int64(token) * row_bytes + offset
+        full = c.smem + c.shared.ring_full + self.load_slot * 8
+        with cute.arch.elect_one():
+            ptx.mbarrier_arrive_expect_tx(full, nbytes)
+            ptx.bulk_load(c.smem + c.shared.ring + self.load_slot * size, source, nbytes, full)
+        self.load_slot = self.load_slot + 1
+        if self.load_slot == self.slots:
+            self.load_slot = Int32(0)
+        self.piece = self.piece + 1
+
+    @cute.jit
+    def step_store(self):
+        """The store side moves to the next slot."""
+        self.store_slot = self.store_slot + 1
+        if self.store_slot == self.slots:
+            self.store_slot = Int32(0)
+            self.parity = self.parity ^ 1
+
+
+@cute.jit
+def own_row(c: Context, record: Int64, source: Int32) -> Int32:
+    """Pool row of the record's slot k = lane, or −1; also writes the row's metadata."""
+    problem = c.problem
+    row = Int32(-1)
+    if lane() < problem.top_k:
+        packed = ptx.ld_i32(record + Int64(1 + lane()) * 4)
+        if packed >= 0:
+            expert = packed >> problem.position_bits
+            position = packed & ((1 << problem.position_bits) - 1)
+            block = ptx.lds_i32(c.smem + c.shared.block_prefix + expert * 4)
+            entry = expert * problem.num_pes + source
+            segment = ptx.lds_i32(c.smem + c.shared.segment + entry * 4)
+            row = block * BLOCK_M + segment + position
+            token = ptx.ld_i32(record)
+            weight = ptx.ld_i32(record + Int64(1 + problem.top_k + lane()) * 4)
+            ptx.st_i32x4(c.loc("row_meta") + Int64(row) * 16, source, token, lane(), weight)
+    return row
+
+
+@cute.jit
+def announce(c: Context, row: Int32):
+    """Count a complete row in its block. Bulk writes are complete (``bulk_wait``) and fenced."""
+    if row >= 0:
+        ptx.fence_proxy_async_global()
+        ptx.red_release(c.counter("x_ready", row // BLOCK_M), Int32(1), "gpu")
+
+
+@cute.jit
+def place_rows(c: Context):
+    """Copy rows: per piece wait for its load, store it to every row of the record, and load the
+    next piece into the slot whose stores are complete. A record's rows are announced one piece
+    late, so that a store is always in flight."""
+    problem = c.problem
+    size = copy_bytes(problem)
+    row_bytes = problem.hidden * BF16_BYTES
+    pieces = ceil_div(row_bytes, size)
+    experts = c.local_experts()
+    loads = make_cursor()
+    stores = make_cursor()
+    ring = RowRing(
+        piece=Int32(0),
+        load_slot=Int32(0),
+        store_slot=Int32(0),
+        parity=Int32(0),
+        slots=c.config.ring_slots,
+    )
+    loads.start(c, experts)
+    stores.start(c, experts)
+    for _ in cutlass.range(c.config.ring_slots - 1, unroll=1):
+        if loads.valid == 1:
+            ring.issue(c, loads)
+            if ring.piece == pieces:
+                ring.piece = Int32(0)
+                loads.advance(c, experts)
+    complete_row = Int32(-1)
+    while stores.valid == 1:
+        row = own_row(c, stores.address(c), stores.source)
+        for piece in cutlass.range(pieces, unroll=1):
+            ptx.mbarrier_wait(c.smem + c.shared.ring_full + ring.store_slot * 8, ring.parity)
+            offset = piece * size
+            nbytes = row_bytes - offset
+            if nbytes > size:
+                nbytes = Int32(size)
+            if row >= 0:
+                target = c.loc("pool_x") + Int64(row) * row_bytes + offset
+                slot = c.smem + c.shared.ring + ring.store_slot * size
+                ptx.bulk_store(target, slot, nbytes)
+            ptx.bulk_commit()
+            ptx.bulk_wait(1)
+            if piece == 0:
+                announce(c, complete_row)
+            cute.arch.sync_warp()
+            if loads.valid == 1:
+                ring.issue(c, loads)
+                if ring.piece == pieces:
+                    ring.piece = Int32(0)
+                    loads.advance(c, experts)
+            ring.step_store()
+        complete_row = row
+        stores.advance(c, experts)
+    ptx.bulk_wait(0)
+    announce(c, complete_row)
+
+
+@cute.jit
+def recv_and_place(c: Context):
+    """The whole role."""
+    ok = await_routes(c)
+    if ok == 1:
+        if cutlass.const_expr(c.problem.capacity_checked):
+            ok = pools_fit(c)
+    if ok == 1:
+        lay_out(c)
+    else:
+        # Nothing to do for anybody: no block, and reduce must not wait for contributions.
+        if lane() == 0:
+            ptx.sts_i32(
+                c.smem + c.shared.block_prefix + c.local_experts() * 4,
+                Int32(0),
+            )
+    cute.arch.sync_warp()
+    if lane() == 0:
+        ptx.sts_i32(c.smem + c.shared.skip, Int32(ok == 0))
+        ptx.mbarrier_arrive(c.smem + c.shared.layout_ready)
+    if ok == 1:
+        ptx.fence_proxy_async_global()
+        cute.arch.sync_warp()
+        if aborted(c.guard) == 0:
+            place_rows(c)

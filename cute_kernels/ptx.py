@@ -1,0 +1,338 @@
+"""Every PTX instruction the kernels name themselves, by its PTX ISA name.
+
+Addresses are plain integers: ``Int64`` for global memory (own or a peer's), ``Int32`` for the
+CTA's shared memory. Bulk copies (``cp_async_bulk_*``) act once per executing *thread*: call them
+under ``elect_one`` or in lanes that each own a copy.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.arch import inline_ptx
+
+
+def global_ptr(dtype, address: Int64, align: int):
+    """A typed global pointer to ``address``, ``align`` bytes aligned."""
+    return cute.make_ptr(dtype, address, cutlass.AddressSpace.gmem, assumed_align=align)
+
+
+def shared_ptr(dtype, address: Int32, align: int):
+    """A typed shared pointer to ``address``, ``align`` bytes aligned."""
+    return cute.make_ptr(dtype, address, cutlass.AddressSpace.smem, assumed_align=align)
+
+
+# ---- scalar and vector accesses -------------------------------------------------------------
+
+
+def ld_i32(address: Int64) -> Int32:
+    """Weak 4-byte load."""
+    return cute.arch.load(global_ptr(Int32, address, 4), Int32)
+
+
+def ld_i64(address: Int64) -> Int64:
+    """Weak 8-byte load."""
+    return cute.arch.load(global_ptr(Int64, address, 8), Int64)
+
+
+def st_i32(address: Int64, value: Int32) -> None:
+    """Weak 4-byte store."""
+    cute.arch.store(global_ptr(Int32, address, 4), value)
+
+
+def ld_i32x4(address: Int64) -> tuple[Int32, Int32, Int32, Int32]:
+    """Weak 16-byte load, 16-byte aligned."""
+    return inline_ptx(
+        "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def st_i32x4(address: Int64, a: Int32, b: Int32, c: Int32, d: Int32) -> None:
+    """Weak 16-byte store, 16-byte aligned; the address may be a peer's."""
+    inline_ptx(
+        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, a, b, c, d],
+    )
+
+
+def copy_b16(target: Int64, source: Int64) -> None:
+    """Copy two bytes, 2-byte aligned, from global to global."""
+    inline_ptx(
+        "{ .reg .b16 h; ld.global.b16 h, [{$r1}]; st.global.b16 [{$r0}], h; }",
+        read_only_args=[target, source],
+    )
+
+
+def ld_i32x4_if(condition: Int32, address: Int64) -> tuple[Int32, Int32, Int32, Int32]:
+    """Weak 16-byte load where ``condition`` ≠ 0, zeros elsewhere: a select, so that what lies at
+    an unused address can never spread, and no branch, so that several loads are in flight."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r0}, 0;"
+        " mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;"
+        " @p ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r1}]; }",
+        write_only_types=[Int32] * 4,
+        read_only_args=[condition, address],
+    )
+
+
+def lds_i32(address: Int32) -> Int32:
+    """4-byte load from shared memory."""
+    return cute.arch.load(shared_ptr(Int32, address, 4), Int32)
+
+
+def lds_i64(address: Int32) -> Int64:
+    """8-byte load from shared memory."""
+    return cute.arch.load(shared_ptr(Int64, address, 8), Int64)
+
+
+def lds_f32x2(address: Int32) -> tuple[Float32, Float32]:
+    """Two consecutive floats from shared memory, 8-byte aligned."""
+    return inline_ptx(
+        "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Float32] * 2,
+        read_only_args=[address],
+    )
+
+
+def lds_i32x4(address: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    """16-byte load from shared memory."""
+    return inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def sts_i32(address: Int32, value: Int32) -> None:
+    """4-byte store to shared memory."""
+    cute.arch.store(shared_ptr(Int32, address, 4), value)
+
+
+def sts_i64(address: Int32, value: Int64) -> None:
+    """8-byte store to shared memory."""
+    cute.arch.store(shared_ptr(Int64, address, 8), value)
+
+
+def sts_f32(address: Int32, value: Float32) -> None:
+    """4-byte float store to shared memory."""
+    cute.arch.store(shared_ptr(Float32, address, 4), value)
+
+
+def atoms_add_i32(address: Int32, value: Int32) -> Int32:
+    """Relaxed CTA-scope atomic add in shared memory; returns the old value."""
+    return cute.arch.atomic_add(shared_ptr(Int32, address, 4), value, sem="relaxed", scope="cta")
+
+
+# ---- synchronising accesses -----------------------------------------------------------------
+
+
+def ld_acquire(address: Int64, scope: str) -> Int32:
+    """``ld.acquire`` at ``scope`` ("gpu" inside a PE, "sys" across PEs)."""
+    return cute.arch.load(global_ptr(Int32, address, 4), Int32, sem="acquire", scope=scope)
+
+
+def ld_relaxed(address: Int64, scope: str) -> Int32:
+    """``ld.relaxed`` at ``scope``."""
+    return cute.arch.load(global_ptr(Int32, address, 4), Int32, sem="relaxed", scope=scope)
+
+
+def st_release(address: Int64, value: Int32, scope: str) -> None:
+    """``st.release`` at ``scope``."""
+    cute.arch.store(global_ptr(Int32, address, 4), value, sem="release", scope=scope)
+
+
+def st_relaxed(address: Int64, value: Int32, scope: str) -> None:
+    """``st.relaxed`` at ``scope``."""
+    cute.arch.store(global_ptr(Int32, address, 4), value, sem="relaxed", scope=scope)
+
+
+def red_release(address: Int64, value: Int32, scope: str) -> None:
+    """``red.release.add`` at ``scope``: an increment that announces earlier writes."""
+    cute.arch.red(
+        global_ptr(Int32, address, 4), value, op="add", dtype="u32", sem="release", scope=scope
+    )
+
+
+def atom_acq_rel(address: Int64, value: Int32) -> Int32:
+    """gpu-scope ``atom.acq_rel.add``; returns the old value."""
+    return cute.arch.atomic_add(global_ptr(Int32, address, 4), value, sem="acq_rel", scope="gpu")
+
+
+def atom_exch_relaxed(address: Int64, value: Int32) -> Int32:
+    """gpu-scope relaxed exchange; returns the old value."""
+    return cute.arch.atomic_exch(global_ptr(Int32, address, 4), value, sem="relaxed", scope="gpu")
+
+
+def nanosleep(ns: Int32) -> None:
+    """Suspend the thread for about ``ns`` nanoseconds."""
+    inline_ptx("nanosleep.u32 {$r0};", read_only_args=[ns])
+
+
+def globaltimer() -> Int64:
+    """Nanoseconds of the device-wide clock."""
+    return Int64(cute.arch.globaltimer())
+
+
+# ---- proxies, bulk and tensor copies ----------------------------------------------------------
+
+
+def fence_proxy_async_global() -> None:
+    """Orders generic and asynchronous accesses to global memory of this thread."""
+    inline_ptx("fence.proxy.async.global;")
+
+
+def fence_proxy_async_shared() -> None:
+    """Orders generic and asynchronous accesses to shared memory of this thread."""
+    inline_ptx("fence.proxy.async.shared::cta;")
+
+
+def fence_tensormap_acquire(map_address: Int64) -> None:
+    """Makes a tensor map that the host wrote to global memory usable by this thread's copies."""
+    inline_ptx(
+        "fence.proxy.tensormap::generic.acquire.sys [{$r0}], 128;", read_only_args=[map_address]
+    )
+
+
+def prefetch_tensormap(map_address: Int64) -> None:
+    """Brings a tensor map into the descriptor cache."""
+    inline_ptx("prefetch.tensormap [{$r0}];", read_only_args=[map_address])
+
+
+def tma_load_4d(smem: Int32, map_address: Int64, c0, c1, c2, c3, mbarrier: Int32) -> None:
+    """Box at ``(c0 innermost … c3)`` to shared memory; its bytes complete on ``mbarrier``."""
+    inline_ptx(
+        "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+        " [{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}}], [{$r6}];",
+        read_only_args=[smem, map_address, c0, c1, c2, c3, mbarrier],
+    )
+
+
+def tma_load_2d(smem: Int32, map_address: Int64, c0, c1, mbarrier: Int32) -> None:
+    """Box at ``(c0 innermost, c1)`` to shared memory; its bytes complete on ``mbarrier``."""
+    inline_ptx(
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+        " [{$r0}], [{$r1}, {{$r2}, {$r3}}], [{$r4}];",
+        read_only_args=[smem, map_address, c0, c1, mbarrier],
+    )
+
+
+def tma_store_2d(map_address: Int64, c0, c1, smem: Int32) -> None:
+    """Box at ``(c0 innermost, c1)`` from shared memory, in this thread's bulk group."""
+    inline_ptx(
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group"
+        " [{$r0}, {{$r1}, {$r2}}], [{$r3}];",
+        read_only_args=[map_address, c0, c1, smem],
+    )
+
+
+def bulk_load(smem: Int32, address: Int64, nbytes: Int32, mbarrier: Int32) -> None:
+    """``nbytes`` (multiple of 16) from global, a peer's too; they complete on ``mbarrier``."""
+    inline_ptx(
+        "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes"
+        " [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[smem, address, nbytes, mbarrier],
+    )
+
+
+def bulk_store(address: Int64, smem: Int32, nbytes: Int32) -> None:
+    """``nbytes`` (multiple of 16) from shared to global, in this thread's bulk group."""
+    inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[address, smem, nbytes],
+    )
+
+
+def bulk_commit() -> None:
+    """Closes this thread's bulk group."""
+    inline_ptx("cp.async.bulk.commit_group;")
+
+
+def bulk_wait(pending: int) -> None:
+    """Waits until at most ``pending`` of this thread's groups are incomplete: writes visible."""
+    inline_ptx(f"cp.async.bulk.wait_group {pending};")
+
+
+def bulk_wait_read(pending: int) -> None:
+    """As ``bulk_wait``, but only the reads of shared memory: frees it, announces nothing."""
+    inline_ptx(f"cp.async.bulk.wait_group.read {pending};")
+
+
+# ---- mbarriers --------------------------------------------------------------------------------
+
+
+def mbarrier_init(mbarrier: Int32, count: int) -> None:
+    """One thread; follow with ``fence_mbarrier_init`` and a CTA barrier."""
+    inline_ptx("mbarrier.init.shared::cta.b64 [{$r0}], {$r1};", read_only_args=[mbarrier, count])
+
+
+def fence_mbarrier_init() -> None:
+    """Makes initialised mbarriers visible to the asynchronous proxy."""
+    inline_ptx("fence.mbarrier_init.release.cluster;")
+
+
+def mbarrier_arrive(mbarrier: Int32) -> None:
+    """One arrival, release at CTA scope."""
+    inline_ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}];", read_only_args=[mbarrier])
+
+
+def mbarrier_arrive_expect_tx(mbarrier: Int32, nbytes) -> None:
+    """One arrival that also announces ``nbytes`` of asynchronous writes."""
+    inline_ptx(
+        "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [{$r0}], {$r1};",
+        read_only_args=[mbarrier, nbytes],
+    )
+
+
+def mbarrier_wait(mbarrier: Int32, parity: Int32) -> None:
+    """Waits for the phase of ``parity`` to complete, acquire at CTA scope."""
+    cute.arch.mbarrier_wait(shared_ptr(Int64, mbarrier, 8), parity)
+
+
+# ---- fragments --------------------------------------------------------------------------------
+
+
+def pack_bf16x2(low: Float32, high: Float32) -> Int32:
+    """Two floats rounded to nearest even, ``low`` in the lower half."""
+    return inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
+        write_only_types=[Int32],
+        read_only_args=[low, high],
+    )
+
+
+def stmatrix_x4_trans(smem: Int32, a: Int32, b: Int32, c: Int32, d: Int32) -> None:
+    """Four 8×8 bf16 fragments, transposed, to the rows that lanes 8i … 8i+7 name for matrix i."""
+    inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[smem, a, b, c, d],
+    )
+
+
+def bf16_to_f32(bits: Int32, high: bool) -> Float32:
+    """One half of a bf16 pair as fp32 (exact: bf16 is the upper half of an fp32)."""
+    if high:
+        shifted = bits & Int32(-65536)
+    else:
+        shifted = bits << 16
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[shifted])
+
+
+def exp2_approx(x: Float32) -> Float32:
+    """``2**x``, relative error below 2⁻²² (PTX ISA ex2.approx.ftz.f32)."""
+    return inline_ptx(
+        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )
+
+
+def rcp_approx(x: Float32) -> Float32:
+    """``1/x``, at most 1 ulp (PTX ISA rcp.approx.ftz.f32)."""
+    return inline_ptx(
+        "rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )
+
+
+def max_nan(a: Float32, b: Float32) -> Float32:
+    """Maximum that keeps NaN."""
+    return inline_ptx(
+        "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )

@@ -1,0 +1,107 @@
+"""The order of tiles: one total order over all CTAs of a PE, without a tensor in sight.
+
+Items, per M-block b of the pool: ``fc1_tiles`` tiles of fc1 and ``fc2_tiles`` of fc2. fc2 of a
+block comes ``lag`` blocks behind its fc1, so that its activations are complete by the time it is
+reached. CTA c works on items c, c + grid, c + 2·grid … in that order. An item depends only on
+earlier items (invariant I8), hence no set of resident CTAs can deadlock.
+
+Worked example, 3 blocks, 2 fc1 tiles, 1 fc2 tile, lag 1; ``fc1(b,n)`` is written 1bn:
+
+    100 101 | 110 111 200 | 120 121 210 | 220
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import cutlass
+from cutlass import Int32, cute
+
+
+class TilePhase(IntEnum):
+    """Which GEMM a tile belongs to."""
+
+    FC1 = 0
+    FC2 = 1
+
+
+@dataclass
+class TileScheduler:
+    """Walks this CTA's items. ``advance`` sets phase, block, n and valid for the next one.
+
+    Args:
+        item: number of the next item, the CTA's index at first.
+        stride: CTAs in the grid.
+        blocks: M-blocks of the pool in use.
+        lag: blocks between fc1 and fc2 (clipped to ``blocks``).
+        phase, block, n, valid: the current tile; ``valid`` is 0 after the last.
+    """
+
+    item: Int32
+    stride: Int32
+    blocks: Int32
+    lag: Int32
+    phase: Int32
+    block: Int32
+    n: Int32
+    valid: Int32
+    fc1_tiles: cutlass.Constexpr[int]
+    fc2_tiles: cutlass.Constexpr[int]
+
+    @cute.jit
+    def advance(self):
+        """Decode ``item`` and step to this CTA's next."""
+        rest = self.item
+        head = self.lag * self.fc1_tiles
+        per_step = self.fc1_tiles + self.fc2_tiles
+        middle = (self.blocks - self.lag) * per_step
+        self.phase = Int32(TilePhase.FC1)
+        self.valid = Int32(1)
+        if rest < head:
+            self.block = rest // self.fc1_tiles
+            self.n = rest - self.block * self.fc1_tiles
+        else:
+            rest = rest - head
+            if rest < middle:
+                step = rest // per_step
+                within = rest - step * per_step
+                self.block = step + self.lag
+                self.n = within
+                if within >= self.fc1_tiles:
+                    self.phase = Int32(TilePhase.FC2)
+                    self.block = step
+                    self.n = within - self.fc1_tiles
+            else:
+                rest = rest - middle
+                step = rest // self.fc2_tiles
+                self.phase = Int32(TilePhase.FC2)
+                self.block = self.blocks - self.lag + step
+                self.n = rest - step * self.fc2_tiles
+                self.valid = Int32(step < self.lag)
+        self.item = self.item + self.stride
+
+
+@cute.jit
+def make_scheduler(
+    cta: Int32,
+    grid: Int32,
+    blocks: Int32,
+    fc1_tiles: cutlass.Constexpr[int],
+    fc2_tiles: cutlass.Constexpr[int],
+    lag_waves: cutlass.Constexpr[int],
+) -> TileScheduler:
+    """A scheduler at its first item; the lag is ``lag_waves`` waves of fc1 tiles, in blocks."""
+    lag = (grid * lag_waves + fc1_tiles - 1) // fc1_tiles
+    if lag > blocks:
+        lag = blocks
+    return TileScheduler(
+        item=cta,
+        stride=grid,
+        blocks=blocks,
+        lag=lag,
+        phase=Int32(TilePhase.FC1),
+        block=Int32(0),
+        n=Int32(0),
+        valid=Int32(0),
+        fc1_tiles=fc1_tiles,
+        fc2_tiles=fc2_tiles,
+    )

@@ -1,0 +1,141 @@
+"""The shared-memory map of the forward kernel: the one place that knows offsets and the total.
+
+The host checks the total against the SM's limit and the kernel computes its addresses from the
+same table, so the two cannot disagree (CASES S7, S8).
+"""
+
+from dataclasses import dataclass
+
+from megamoe.cute_kernels.arith import ceil_div, round_up
+from megamoe.cute_kernels.problem import (
+    BLOCK_K,
+    BLOCK_M,
+    BLOCK_N,
+    KernelConfig,
+    Problem,
+)
+
+SMEM_LIMIT = 232448
+"""Shared memory a CTA may use on sm_90, bytes (CUDA programming guide, compute capability 9.0)."""
+NUM_WARPS = 12
+SERVICE_WARPS = 4
+MATH_WARPGROUPS = 2
+BF16_BYTES = 2
+A_STAGE_BYTES = BLOCK_N * BLOCK_K * BF16_BYTES
+B_STAGE_BYTES = BLOCK_M * BLOCK_K * BF16_BYTES
+STAGE_BYTES = A_STAGE_BYTES + B_STAGE_BYTES
+PIECE_TOKENS = 32
+"""Tokens of one epilogue piece: 32 tokens by 64 weight rows, one 4 KB swizzled buffer."""
+PIECE_BYTES = PIECE_TOKENS * BLOCK_K * BF16_BYTES
+STAGING_BUFFERS = 2
+ROW_ENTRY_BYTES = 8
+MAX_COPY_BYTES = 4096
+"""Largest bulk copy of recv-and-place: more in flight, not larger, hides latency."""
+
+# Words of the control area, written by recv-and-place or the kernel prologue.
+CTRL_EPOCH = 0
+CTRL_TOKENS = 4
+CTRL_FLAG = 8
+CTRL_BYTES = 64
+
+
+def copy_bytes(p: Problem) -> int:
+    """Bytes of one row piece: the row in equal pieces of at most ``MAX_COPY_BYTES``.
+
+    A 7168-wide bf16 row of 14336 bytes goes in four pieces of 3584.
+    """
+    row = p.hidden * BF16_BYTES
+    return round_up(ceil_div(row, ceil_div(row, MAX_COPY_BYTES)), 128)
+
+
+@dataclass(frozen=True)
+class SharedMap:
+    """Byte offsets into the CTA's dynamic shared memory, and its total."""
+
+    a: int
+    b: int
+    staging: int
+    ring: int
+    row_entries: int
+    full: int
+    empty: int
+    ring_full: int
+    layout_ready: int
+    skip: int
+    ctrl: int
+    block_prefix: int
+    expert_rows: int
+    segment: int
+    primary: int
+    total: int
+
+    @classmethod
+    def of(cls, p: Problem, config: KernelConfig) -> "SharedMap":
+        """The map for one problem and config.
+
+        Raises:
+            ValueError: it needs more than ``SMEM_LIMIT`` bytes, or the counting histograms do
+                not fit in the (not yet used) pipeline stages.
+        """
+        offset = 0
+        offsets: dict[str, int] = {}
+
+        def place(name: str, nbytes: int, align: int = 16) -> None:
+            nonlocal offset
+            offset = round_up(offset, align)
+            offsets[name] = offset
+            offset += nbytes
+
+        experts = p.experts_per_pe
+        place("a", config.stages * A_STAGE_BYTES, 1024)
+        place("b", config.stages * B_STAGE_BYTES, 1024)
+        place("staging", MATH_WARPGROUPS * STAGING_BUFFERS * PIECE_BYTES, 1024)
+        place("ring", config.ring_slots * copy_bytes(p), 128)
+        place("row_entries", MATH_WARPGROUPS * BLOCK_M * ROW_ENTRY_BYTES)
+        place("full", 8 * config.stages)
+        place("empty", 8 * config.stages)
+        place("ring_full", 8 * config.ring_slots)
+        place("layout_ready", 8)
+        place("skip", 4)
+        place("ctrl", CTRL_BYTES)
+        place("block_prefix", 4 * (experts + 1))
+        place("expert_rows", 4 * experts)
+        place("segment", 4 * experts * p.num_pes)
+        place("primary", 4 * (experts + 1) * p.num_pes)
+        shared = cls(total=round_up(offset, 128), **offsets)
+        if shared.total > SMEM_LIMIT:
+            raise ValueError(
+                f"stages={config.stages}, ring_slots={config.ring_slots}: {shared.total} bytes of "
+                f"shared memory, allowed are {SMEM_LIMIT}; use fewer stages or ring slots"
+            )
+        if dispatch_bytes(p) > shared.staging:
+            raise ValueError(
+                f"num_experts={p.num_experts}: counting needs {dispatch_bytes(p)} bytes of shared "
+                f"memory, allowed are {shared.staging} (the pipeline stages)"
+            )
+        return shared
+
+
+def dispatch_bytes(p: Problem) -> int:
+    """Bytes dispatch-send uses in the idle pipeline stages: per-warp histograms of rows and
+    primaries, and one list base per slot."""
+    return 4 * p.num_experts * (2 * NUM_WARPS + 1)
+
+
+def default_config(p: Problem) -> KernelConfig:
+    """The deepest pipeline and row ring that fit ``p`` (rule-based; the tuner may choose others).
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    error: ValueError | None = None
+    for stages in (4, 3, 2):
+        for ring_slots in (4, 3, 2):
+            config = KernelConfig(stages=stages, ring_slots=ring_slots)
+            try:
+                SharedMap.of(p, config)
+            except ValueError as exc:
+                error = exc
+                continue
+            return config
+    raise ValueError(f"no kernel config fits: {error}")

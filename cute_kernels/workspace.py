@@ -1,0 +1,101 @@
+"""The workspace table: name, dtype, shape → offset. Host bytes and device addresses come from it.
+
+Two blocks a PE: the *symmetric* one, at whose addresses peers read and write (the same offsets on
+every PE), and the *local* one. Letters as in ``problem.py``; ``[2]`` is the bank, epoch & 1.
+Counters and signals sit in front, at offsets that do not depend on H, so that a stale word of
+another shape can never be read as one (CASES X2); each region starts on its own 256 bytes.
+"""
+
+import math
+from dataclasses import dataclass
+
+from megamoe.cute_kernels.arith import round_up
+from megamoe.cute_kernels.problem import MAX_SEND_CTAS, Problem
+
+REGION_ALIGN = 256
+DTYPE_BYTES = {"u32": 4, "i32": 4, "u64": 8, "bf16": 2, "u8": 1}
+
+STATUS_WORDS = 16
+"""Words of the status record, see ``sync.py``."""
+TENSOR_MAP_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Region:
+    """One named array of a block: ``offset`` in bytes from the block's base."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of memory made of regions.
+
+    >>> block = Block.of(("a", "u32", (3,)), ("b", "bf16", (2, 8)))
+    >>> block["b"].offset, block.nbytes
+    (256, 512)
+    """
+
+    regions: tuple[Region, ...]
+
+    @classmethod
+    def of(cls, *specs: tuple[str, str, tuple[int, ...]]) -> "Block":
+        regions, offset = [], 0
+        for name, dtype, shape in specs:
+            region = Region(name, dtype, shape, offset)
+            regions.append(region)
+            offset = round_up(offset + region.nbytes, REGION_ALIGN)
+        return cls(tuple(regions))
+
+    def __getitem__(self, name: str) -> Region:
+        for region in self.regions:
+            if region.name == name:
+                return region
+        raise KeyError(name)
+
+    @property
+    def nbytes(self) -> int:
+        last = self.regions[-1]
+        return round_up(last.offset + last.nbytes, REGION_ALIGN)
+
+
+def symmetric_block(p: Problem) -> Block:
+    """Regions that peers address. Writer → reader of each: DESIGN §4, docs/protocol.md."""
+    return Block.of(
+        ("arrive", "u32", (p.num_pes,)),
+        ("route_count", "u32", (2, p.num_pes, p.num_experts)),
+        ("primary_count", "u32", (2, p.num_pes, p.experts_per_pe)),
+        ("done", "u32", (2, p.max_tokens)),
+        ("route", "i32", (2, p.num_pes, p.max_tokens, p.record_words)),
+        ("x", "bf16", (p.max_tokens, p.hidden)),
+        ("comb", "bf16", (p.max_tokens, p.top_k, p.hidden)),
+    )
+
+
+def local_block(p: Problem) -> Block:
+    """Regions that only this PE's kernel (and its host) touches."""
+    return Block.of(
+        ("epoch", "u32", (1,)),
+        ("readers", "u32", (1,)),
+        ("sent", "u32", (1,)),
+        ("abort", "u32", (1,)),
+        ("status", "i32", (STATUS_WORDS,)),
+        ("count_flag", "u32", (MAX_SEND_CTAS,)),
+        ("x_ready", "u32", (2, p.pool_blocks)),
+        ("h_ready", "u32", (2, p.pool_blocks)),
+        ("y_ready", "u32", (2, p.pool_blocks)),
+        ("expert_map", "i32", (p.num_experts,)),
+        ("slot_base", "i32", (p.num_pes + 1,)),
+        ("peers", "u64", (p.num_pes,)),
+        ("histogram", "u32", (MAX_SEND_CTAS, 2, p.num_experts)),
+        ("row_meta", "i32", (p.pool_rows, 4)),
+        ("pool_x", "bf16", (p.pool_rows, p.hidden)),
+        ("pool_h", "bf16", (p.pool_rows, p.intermediate)),
+    )
