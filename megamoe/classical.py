@@ -1,0 +1,142 @@
+"""The unfused way to run the layer over torch.distributed, as frameworks did before fused kernels.
+
+permute -> all-to-all -> grouped GEMM (a loop over experts) -> all-to-all -> unpermute. It is a
+second, independent computation to test against, and the baseline a fused kernel has to beat. It
+needs the host to know all row counts, so it synchronises once per call, which the fused kernel
+never does. Works with any backend that has all_to_all_single, gloo on the CPU among them.
+
+Legend: T tokens, H hidden, K experts per token, E experts, P PEs, I intermediate, G = 2I,
+L experts of this PE, S rows this PE sends, R rows this PE receives.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megamoe.checks import check_inputs, check_weights
+from megamoe.config import MoEConfig
+from megamoe.reference import FLOAT_DTYPES, expert_ffn, sum_slots
+
+
+def expert_order(cfg: MoEConfig, *, topk_ids_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The permutation that groups this PE's rows by destination PE, local expert, token, slot.
+
+    Returns:
+        ``slot_S`` int64, the flat (token * K + k) of every unmasked slot in sending order, and
+        ``count_E`` int64, rows per expert, **in placement order** (all experts of PE 0, then of
+        PE 1, ...).
+
+    Worked example: 4 experts placed on (PE, local) = (1, 0), (0, 0), (1, 1), (0, 1), so the order
+    is experts 1, 3, 0, 2. ids [[0, 1], [3, -1], [1, 2]] have the flat slots 0..5; expert 1 is in
+    slots 1 and 4, expert 3 in 2, expert 0 in 0, expert 2 in 5.
+
+    >>> cfg = MoEConfig(hidden=64, intermediate=64, num_experts=4, top_k=2, num_pes=2,
+    ...                 max_tokens=3, expert_map=[(1, 0), (0, 0), (1, 1), (0, 1)])
+    >>> slot_S, count_E = expert_order(cfg, topk_ids_TK=torch.tensor([[0, 1], [3, -1], [1, 2]]))
+    >>> slot_S.tolist(), count_E.tolist()
+    ([1, 4, 2, 0, 5], [2, 1, 1, 1])
+    """
+    num_experts = cfg.num_experts
+    in_order = [expert for pe in range(cfg.num_pes) for expert in cfg.local_experts(pe)]
+    rank_E = torch.empty(num_experts, dtype=torch.int64, device=topk_ids_TK.device)
+    rank_E[in_order] = torch.arange(num_experts, device=topk_ids_TK.device)
+    ids_N = topk_ids_TK.long().flatten()
+    valid_N = (ids_N >= 0) & (ids_N < num_experts)
+    rank_N = torch.where(valid_N, rank_E[ids_N.clamp(0, num_experts - 1)], num_experts)
+    order_N = torch.sort(rank_N, stable=True).indices
+    count_E = torch.bincount(rank_N, minlength=num_experts + 1)[:num_experts]
+    return order_N[: int(valid_N.sum())], count_E
+
+
+def _all_to_all(
+    rows: torch.Tensor, *, send: list[int], receive: list[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Exchange the first dimension in pieces of the sizes given, one piece per PE."""
+    received = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
+    return received
+
+
+def moe_classical(
+    cfg: MoEConfig,
+    *,
+    x_TH: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    w13_LGH: torch.Tensor,
+    w2_LHI: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The layer on this PE. A collective: every rank of the group calls it, also with T = 0.
+
+    Args:
+        cfg: the layer; ``num_pes`` is the group's size and PE is the rank in the group.
+        x_TH: ``[T, H]`` of this PE, any float dtype.
+        topk_ids_TK: ``[T, K]`` int32 or int64; < 0 or >= E is masked.
+        topk_weights_TK: ``[T, K]`` fp32, bf16 or fp16.
+        w13_LGH: ``[L, 2I, H]``, this PE's experts (`megamoe.reference.split_experts`).
+        w2_LHI: ``[L, H, I]``.
+        group: None is the default group.
+        dtype: of products, of the rows on the wire and of the result; None is that of x. The
+            router weights are converted too, and a token's rows are summed in ascending k.
+
+    Returns:
+        ``[T, H]`` in ``dtype``.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+    """
+    pe, group_size = dist.get_rank(group), dist.get_world_size(group)
+    if group_size != cfg.num_pes:
+        raise ValueError(f"num_pes={cfg.num_pes}: must be the size of the group, {group_size}")
+    num_local = cfg.experts_per_pe[pe]
+    check_inputs(cfg, x_TH, topk_ids_TK, topk_weights_TK, x_dtypes=FLOAT_DTYPES)
+    check_weights(
+        cfg, w13_LGH, w2_LHI, num_experts=num_local, dtypes=FLOAT_DTYPES, device=x_TH.device
+    )
+    dtype = x_TH.dtype if dtype is None else dtype
+    num_tokens = x_TH.shape[0]
+
+    # Permute, and tell every owner how many rows each of its experts gets from here.
+    slot_S, count_E = expert_order(cfg, topk_ids_TK=topk_ids_TK)
+    rows_SH = x_TH[slot_S // cfg.top_k].to(dtype)
+    weight_S = topk_weights_TK.flatten()[slot_S].to(dtype)
+    experts_per_pe = list(cfg.experts_per_pe)
+    count_PL = _all_to_all(
+        count_E, send=experts_per_pe, receive=[num_local] * cfg.num_pes, group=group
+    ).view(cfg.num_pes, num_local)
+    send = [int(piece.sum()) for piece in count_E.split(experts_per_pe)]
+    receive = count_PL.sum(dim=1).tolist()
+
+    # Dispatch. Rows arrive by (source, expert, token); the grouped GEMM wants (expert, source).
+    rows_RH = _all_to_all(rows_SH, send=send, receive=receive, group=group)
+    weight_R = _all_to_all(weight_S, send=send, receive=receive, group=group)
+    expert_R = torch.arange(num_local, device=x_TH.device).repeat(cfg.num_pes)
+    expert_R = expert_R.repeat_interleave(count_PL.flatten())
+    by_expert_R = torch.sort(expert_R, stable=True).indices
+    inputs = rows_RH[by_expert_R].split(count_PL.sum(dim=0).tolist())
+    weights = weight_R[by_expert_R].split(count_PL.sum(dim=0).tolist())
+    outputs = [
+        expert_ffn(
+            x_RH=inputs[local],
+            w13_GH=w13_LGH[local].to(dtype),
+            w2_HI=w2_LHI[local].to(dtype),
+            weight_R=weights[local],
+            activation=cfg.activation,
+            weight_at=cfg.weight_at,
+        )
+        for local in range(num_local)
+    ]
+    out_RH = torch.empty_like(rows_RH)
+    if outputs:
+        out_RH[by_expert_R] = torch.cat(outputs)
+
+    # Combine: the same exchange backwards, then every row into its own slot.
+    back_SH = _all_to_all(out_RH, send=receive, receive=send, group=group)
+    if cfg.weight_at == "combine":
+        back_SH = back_SH * weight_S[:, None]
+    slot_NH = back_SH.new_zeros((num_tokens * cfg.top_k, cfg.hidden))
+    slot_NH[slot_S] = back_SH
+    return sum_slots(slot_NH.view(num_tokens, cfg.top_k, cfg.hidden))
