@@ -1,0 +1,22 @@
+"""The worked examples in the docstrings of the package are run as they stand."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+
+EXAMPLES = {  # module -> examples it has, so that a lost example is noticed
+    "megamoe.config": 3,
+    "megamoe.router": 4,
+    "megamoe.reference": 2,
+    "megamoe.classical": 3,
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_worked_examples(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0
+    assert result.attempted == EXAMPLES[name]
