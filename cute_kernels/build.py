@@ -11,7 +11,7 @@ import time
 import cutlass  # noqa: F401  (loads the DSL before its submodules)
 from cutlass import Int32, Int64, cute
 
-from megamoe.cute_kernels.context import PARAMETERS
+from megamoe.cute_kernels.abi import PARAMETERS
 from megamoe.cute_kernels.forward import ForwardKernel
 from megamoe.cute_kernels.image import Image, describe, parse_signature
 from megamoe.cute_kernels.problem import KernelConfig, Problem

@@ -8,10 +8,11 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.routing import load_id
 from megamoe.cute_kernels.smem import BF16_BYTES
-from megamoe.cute_kernels.sync import Phase, aborted, wait_at_least
+from megamoe.cute_kernels.sync import aborted, wait_at_least
 
 REDUCE_WARPS = 2
 LOADS_IN_FLIGHT = 8

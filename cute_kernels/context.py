@@ -9,30 +9,11 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels.abi import MAPS
 from megamoe.cute_kernels.problem import KernelConfig, Problem
 from megamoe.cute_kernels.smem import SharedMap
 from megamoe.cute_kernels.sync import Guard
 from megamoe.cute_kernels.workspace import TENSOR_MAP_BYTES, local_block, symmetric_block
-
-PARAMETERS: tuple[tuple[str, str, str], ...] = (
-    ("x", "u64", "address of the caller's rows [T, H] bf16"),
-    ("x_stride", "u64", "bytes between rows of x"),
-    ("stage_x", "u32", "1: copy x into the symmetric region; 0: it is there already"),
-    ("ids", "u64", "address of topk_ids [T, K]"),
-    ("ids_wide", "u32", "1: ids are int64; 0: int32"),
-    ("weights", "u64", "address of topk_weights [T, K] fp32"),
-    ("tokens", "u64", "address of T, int32"),
-    ("y", "u64", "address of the output [T, H] bf16, contiguous"),
-    ("symmetric", "u64", "this PE's symmetric block"),
-    ("local", "u64", "this PE's local block"),
-    ("maps", "u64", "address of the tensor maps, MAPS order, 128 bytes each"),
-    ("pe", "u32", "this PE"),
-    ("timeout_ns", "u64", "deadline of cross-CTA waits, 0 = none"),
-)
-"""Launch parameters in order: name, width, meaning. The host packs them from this table."""
-
-MAPS = ("w13", "w2", "pool_x", "pool_h", "pool_h_store")
-"""Order of the tensor maps; see ``tensor_maps`` in ``build.py`` for their boxes."""
 
 
 @dataclass(frozen=True)

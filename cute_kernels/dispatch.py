@@ -10,6 +10,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.problem import MAX_SEND_CTAS
 from megamoe.cute_kernels.routing import (
@@ -20,7 +21,7 @@ from megamoe.cute_kernels.routing import (
     warp_inclusive_sum,
 )
 from megamoe.cute_kernels.smem import BF16_BYTES, CTRL_FLAG, NUM_WARPS
-from megamoe.cute_kernels.sync import Phase, wait_at_least
+from megamoe.cute_kernels.sync import wait_at_least
 
 TOKENS_PER_SEND_CTA = 64
 THREADS = NUM_WARPS * 32

@@ -9,7 +9,8 @@ import cutlass
 from cutlass import Int32, cute
 
 from megamoe.cute_kernels import ptx
-from megamoe.cute_kernels.context import MAPS, Context
+from megamoe.cute_kernels.abi import MAPS, Phase
+from megamoe.cute_kernels.context import Context
 from megamoe.cute_kernels.layout import ExpertCursor, tiles_of
 from megamoe.cute_kernels.pipelines import (
     StagePosition,
@@ -25,7 +26,7 @@ from megamoe.cute_kernels.smem import (
     MATH_WARPGROUPS,
     STAGE_BYTES,
 )
-from megamoe.cute_kernels.sync import Phase, wait_at_least
+from megamoe.cute_kernels.sync import wait_at_least
 
 HALF = BLOCK_N // 2
 

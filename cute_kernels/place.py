@@ -13,14 +13,13 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels.abi import Phase, Status
 from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.problem import BLOCK_M
 from megamoe.cute_kernels.routing import warp_inclusive_sum
 from megamoe.cute_kernels.smem import BF16_BYTES, copy_bytes
 from megamoe.cute_kernels.sync import (
-    Phase,
-    Status,
     aborted,
     claim_status,
     wait_at_least,

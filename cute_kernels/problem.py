@@ -107,21 +107,6 @@ class Problem:
         return self.pool_rows // BLOCK_M
 
 
-def worst_case_pool_rows(*, num_pes: int, max_tokens: int, top_k: int, experts_per_pe: int) -> int:
-    """Pool rows that no routing can exceed, segments padded to BLOCK_M.
-
-    A token has at most K rows here, and each of the E_local segments wastes less than a block:
-    ``P·Tmax·K + E_local·(BLOCK_M − 1)`` rounded up. K counts in full even if E_local < K, because
-    the same expert may appear twice in one token.
-
-    >>> worst_case_pool_rows(num_pes=2, max_tokens=64, top_k=2, experts_per_pe=4)
-    768
-    """
-    rows = num_pes * max_tokens * top_k
-    # With R rows at most min(E_local, R) segments exist, each wasting at most BLOCK_M − 1 rows.
-    return round_up(rows + min(experts_per_pe, rows) * (BLOCK_M - 1), BLOCK_M)
-
-
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
     """Tunable choices of a forward kernel that change no result.

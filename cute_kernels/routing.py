@@ -14,8 +14,8 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels.abi import StatusWord
 from megamoe.cute_kernels.context import Context, lane
-from megamoe.cute_kernels.sync import StatusWord
 
 WARP = 32
 

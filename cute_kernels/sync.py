@@ -13,6 +13,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels.abi import Status, StatusWord
 
 
 class NamedBarrier(IntEnum):
@@ -21,51 +22,6 @@ class NamedBarrier(IntEnum):
     CTA = 0
     MATH_0 = 1
     MATH_1 = 2
-
-
-class Phase(IntEnum):
-    """Who waits for what, in a status record."""
-
-    NONE = 0
-    COUNT = 1
-    ARRIVE = 2
-    X_READY = 3
-    H_READY = 4
-    DONE = 5
-
-
-PHASE_TEXT = {
-    Phase.COUNT: "dispatch-send waits for the row counts of another CTA of this PE",
-    Phase.ARRIVE: "recv-and-place waits for the route of the peer",
-    Phase.X_READY: "load waits for the rows of a pool block",
-    Phase.H_READY: "load waits for the activations of a pool block",
-    Phase.DONE: "reduce waits for expert outputs of a token",
-}
-
-
-class Status(IntEnum):
-    """Codes of the status record."""
-
-    OK = 0
-    TIMEOUT = 1
-    CAPACITY = 2
-
-
-class StatusWord(IntEnum):
-    """Words of the status record (int32). TIMEOUT and CAPACITY use the first eight."""
-
-    CODE = 0
-    PHASE = 1
-    PEER = 2
-    EPOCH = 3
-    EXPECTED = 4
-    SEEN = 5
-    INDEX = 6
-    CTA = 7
-    INVALID_IDS = 8
-    INVALID_TOKEN = 9
-    INVALID_SLOT = 10
-    INVALID_ID = 11
 
 
 @dataclass(frozen=True)

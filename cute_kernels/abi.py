@@ -1,0 +1,71 @@
+"""What host and kernel agree on at a launch: parameters, tensor-map order, the status record.
+
+Plain data: a machine without the compiler can launch images with it.
+"""
+
+from enum import IntEnum
+
+PARAMETERS: tuple[tuple[str, str, str], ...] = (
+    ("x", "u64", "address of the caller's rows [T, H] bf16"),
+    ("x_stride", "u64", "bytes between rows of x"),
+    ("stage_x", "u32", "1: copy x into the symmetric region; 0: it is there already"),
+    ("ids", "u64", "address of topk_ids [T, K]"),
+    ("ids_wide", "u32", "1: ids are int64; 0: int32"),
+    ("weights", "u64", "address of topk_weights [T, K] fp32"),
+    ("tokens", "u64", "address of T, int32"),
+    ("y", "u64", "address of the output [T, H] bf16, contiguous"),
+    ("symmetric", "u64", "this PE's symmetric block"),
+    ("local", "u64", "this PE's local block"),
+    ("maps", "u64", "address of the tensor maps, MAPS order, 128 bytes each"),
+    ("pe", "u32", "this PE"),
+    ("timeout_ns", "u64", "deadline of cross-CTA waits, 0 = none"),
+)
+"""Launch parameters in order: name, width, meaning. The host packs them from this table."""
+
+MAPS = ("w13", "w2", "pool_x", "pool_h", "pool_h_store")
+"""Order of the tensor maps; their boxes are in ``tensor_maps.py``."""
+
+
+class Phase(IntEnum):
+    """Who waits for what, in a status record."""
+
+    NONE = 0
+    COUNT = 1
+    ARRIVE = 2
+    X_READY = 3
+    H_READY = 4
+    DONE = 5
+
+
+PHASE_TEXT = {
+    Phase.COUNT: "dispatch-send waits for the row counts of another CTA of this PE",
+    Phase.ARRIVE: "recv-and-place waits for the route of the peer",
+    Phase.X_READY: "load waits for the rows of a pool block",
+    Phase.H_READY: "load waits for the activations of a pool block",
+    Phase.DONE: "reduce waits for expert outputs of a token",
+}
+
+
+class Status(IntEnum):
+    """Codes of the status record."""
+
+    OK = 0
+    TIMEOUT = 1
+    CAPACITY = 2
+
+
+class StatusWord(IntEnum):
+    """Words of the status record (int32). TIMEOUT and CAPACITY use the first eight."""
+
+    CODE = 0
+    PHASE = 1
+    PEER = 2
+    EPOCH = 3
+    EXPECTED = 4
+    SEEN = 5
+    INDEX = 6
+    CTA = 7
+    INVALID_IDS = 8
+    INVALID_TOKEN = 9
+    INVALID_SLOT = 10
+    INVALID_ID = 11

@@ -1,0 +1,185 @@
+"""Run the fused forward without a GPU: the compiled kernel on vgpu, all PEs in this process.
+
+A functional simulation for tests: it says whether results and synchronisation are right, nothing
+about speed.
+
+Legend: T tokens, H hidden, I intermediate, G = 2I, L experts of one PE, K top-k.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megamoe.checks import check_group, check_kernel_support, check_weights
+from megamoe.config import MoEConfig
+from megamoe.cute_kernels.image import Image
+from megamoe.cute_kernels.problem import KernelConfig, Problem
+from megamoe.lowering import kernel_problem
+
+DEFAULT_GRID = 2
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@functools.lru_cache(maxsize=64)
+def compiled(problem: Problem, config: KernelConfig | None = None) -> Image:
+    """The forward image of a problem; compiled once a process."""
+    from megamoe.cute_kernels.build import compile_forward
+
+    return compile_forward(problem=problem, config=config)
+
+
+@dataclass(frozen=True)
+class VgpuResult:
+    """One call on all PEs.
+
+    Args:
+        y: output of each PE, ``[T, H]`` bf16.
+        launches: kernel launches of each PE for this call.
+        counters: ``rows`` (rows each PE's experts computed), ``bytes_between_pes``,
+            ``wgmma_flops``, ``warp_instructions`` and ``warp_instructions_by_role``.
+        report: the world's report; ``report.activity`` feeds the timeline picture.
+    """
+
+    y: list[torch.Tensor]
+    launches: list[int]
+    counters: dict[str, Any]
+    report: Any
+
+
+class VgpuMoE:
+    """An MoE layer whose PEs all run on vgpu; one session, any number of calls.
+
+    Args:
+        cfg: the layer.
+        w13, w2: per PE local weights ``[L, 2I, H]`` (gate first) and ``[L, H, I]`` bf16.
+        grid: CTAs per PE.
+        seed, schedule, completion: of the vgpu world.
+        timeout_s: deadline of waits, in logical time; 0 = none.
+        config: kernel config; None = rule-based.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+    """
+
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        *,
+        w13: Sequence[torch.Tensor],
+        w2: Sequence[torch.Tensor],
+        grid: int = DEFAULT_GRID,
+        seed: int = 0,
+        schedule: str = "round_robin",
+        completion: str = "eager",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        config: KernelConfig | None = None,
+    ):
+        from megamoe.cute_kernels.forward import ROLES
+        from megamoe.runtime.devices.vgpu import VgpuDevice
+        from megamoe.runtime.local_group import LocalGroup
+        from megamoe.runtime.vgpu import World
+
+        check_kernel_support(cfg)
+        for name, tensors in (("w13", w13), ("w2", w2)):
+            if len(tensors) != cfg.num_pes:
+                raise ValueError(
+                    f"{name} has {len(tensors)} entries: must be num_pes={cfg.num_pes}"
+                )
+        for pe in range(cfg.num_pes):
+            check_weights(cfg, w13[pe], w2[pe], num_experts=cfg.experts_per_pe[pe], pe=pe)
+        self.cfg = cfg
+        self.problem = kernel_problem(cfg)
+        self.image = compiled(self.problem, config)
+        self.world = World(pes=cfg.num_pes, seed=seed, schedule=schedule, completion=completion)
+        self.devices = [VgpuDevice(self.world, pe, ROLES) for pe in range(cfg.num_pes)]
+        self.group = LocalGroup(
+            problem=self.problem,
+            image=self.image,
+            devices=self.devices,
+            run=self.world.run,
+            placement=cfg.placement,
+            grid=grid,
+            timeout_s=timeout_s,
+            check_invalid_ids=cfg.invalid_ids == "error",
+        )
+        self.weights = self.group.bind_weights(w13, w2)
+
+    def forward(
+        self,
+        *,
+        x: Sequence[torch.Tensor],
+        topk_ids: Sequence[torch.Tensor],
+        topk_weights: Sequence[torch.Tensor],
+        in_place: bool = False,
+    ) -> VgpuResult:
+        """One fused forward on every PE.
+
+        Args:
+            x: per PE ``[T, H]`` bf16, 0 ≤ T ≤ Tmax.
+            topk_ids: per PE ``[T, K]`` int32 or int64; < 0 is a masked slot.
+            topk_weights: per PE ``[T, K]`` fp32, bf16 or fp16.
+            in_place: write x into the session's own input view instead of having it staged.
+
+        Raises:
+            ValueError: bad arguments. MegaMoEError: what the kernels reported.
+        """
+        cfg = self.cfg
+        check_group(cfg, x=x, topk_ids=topk_ids, topk_weights=topk_weights)
+        rows = list(x)
+        if in_place:
+            for pe, session in enumerate(self.group.sessions):
+                rows[pe] = session.input_view_TH[: x[pe].shape[0]]
+                rows[pe].copy_(x[pe])
+        # NaN shows rows that the kernel forgot to write.
+        y = [torch.full((t.shape[0], cfg.hidden), float("nan"), dtype=torch.bfloat16) for t in x]
+        before = [device.launches for device in self.devices]
+        report = self.group.forward(
+            self.weights,
+            x=rows,
+            topk_ids=[ids_TK.contiguous() for ids_TK in topk_ids],
+            topk_weights=[weights_TK.float().contiguous() for weights_TK in topk_weights],
+            y=y,
+        )
+        launches = [d.launches - n for d, n in zip(self.devices, before, strict=True)]
+        return VgpuResult(y, launches, self._counters(report), report)
+
+    def _counters(self, report: Any) -> dict[str, Any]:
+        rows = []
+        for session in self.group.sessions:
+            bank = int(session.local_view("epoch")) & 1
+            bases = session.local_view("slot_base").tolist()
+            counts_PS = session.symmetric_view("route_count")[bank]
+            rows.append(int(counts_PS[:, bases[session.pe] : bases[session.pe + 1]].sum()))
+        between = sum(n for (src, dst), n in report.bytes_between.items() if src != dst)
+        return {
+            "rows": rows,
+            "bytes_between_pes": between,
+            "wgmma_flops": report.wgmma_flops,
+            "warp_instructions": report.warp_instructions,
+            "warp_instructions_by_role": dict(report.warp_instructions_by_role),
+        }
+
+
+def run_vgpu(
+    cfg: MoEConfig,
+    *,
+    x: Sequence[torch.Tensor],
+    topk_ids: Sequence[torch.Tensor],
+    topk_weights: Sequence[torch.Tensor],
+    w13: Sequence[torch.Tensor],
+    w2: Sequence[torch.Tensor],
+    seed: int = 0,
+    schedule: str = "round_robin",
+    completion: str = "eager",
+    grid: int = DEFAULT_GRID,
+) -> VgpuResult:
+    """One fused forward of all PEs on vgpu. Arguments as for ``VgpuMoE`` and its ``forward``."""
+    layer = VgpuMoE(
+        cfg, w13=w13, w2=w2, grid=grid, seed=seed, schedule=schedule, completion=completion
+    )
+    return layer.forward(x=x, topk_ids=topk_ids, topk_weights=topk_weights)

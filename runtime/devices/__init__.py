@@ -1,0 +1,1 @@
+"""Devices that run an image: the same launch code, different drivers."""

@@ -1,0 +1,41 @@
+"""What a session needs from a device."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megamoe.cute_kernels.image import Image
+from megamoe.cute_kernels.tensor_maps import TensorMapSpec
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Device memory: ``address`` as kernels see it, ``bytes_N`` a uint8 tensor over it."""
+
+    address: int
+    bytes_N: torch.Tensor
+
+
+class Device(Protocol):
+    """One PE's device. Memory handed out is not cleared; tests poison it."""
+
+    def allocate(self, nbytes: int, name: str) -> Allocation:
+        """``nbytes`` of device memory, 1024-byte aligned."""
+        ...
+
+    def free(self, allocation: Allocation) -> None:
+        """Give memory back; touching it afterwards is an error."""
+        ...
+
+    def address_of(self, tensor: torch.Tensor, name: str) -> int:
+        """Address of a caller's tensor, valid for the launches that follow."""
+        ...
+
+    def encode_tensor_map(self, spec: TensorMapSpec, address: int) -> bytes:
+        """The 128 bytes of a tensor map of bf16 at ``address`` with a 128-byte swizzle."""
+        ...
+
+    def launch(self, image: Image, *, grid: int, parameters: list[bytes]) -> None:
+        """Enqueue one launch."""
+        ...

@@ -1,0 +1,78 @@
+"""Device ``vgpu``: images run as interpreted PTX on the CPU. For testing, not for serving."""
+
+from collections.abc import Mapping
+
+import torch
+
+from megamoe.cute_kernels.image import Image
+from megamoe.cute_kernels.tensor_maps import SWIZZLE_BYTES, TensorMapSpec
+from megamoe.runtime.devices.base import Allocation
+from megamoe.runtime.vgpu import Kernel, TensorMapDesc, World
+
+_KERNELS: dict[str, Kernel] = {}
+
+
+def kernel_of(image: Image) -> Kernel:
+    """The decoded kernel of an image; decoding takes longer than a small run, so it is kept."""
+    if image.ptx not in _KERNELS:
+        _KERNELS[image.ptx] = Kernel.from_ptx(image.ptx)
+    return _KERNELS[image.ptx]
+
+
+class VgpuDevice:
+    """One PE of a vgpu world (see ``devices/base.py`` for the interface).
+
+    Args:
+        world: the world; ``world.run()`` executes what was launched on all its PEs.
+        pe: this PE.
+        roles: warp → role name, for reports.
+    """
+
+    def __init__(self, world: World, pe: int, roles: Mapping[int, str] | None = None):
+        self.world, self.pe, self.roles = world, pe, dict(roles or {})
+        self.launches = 0
+        self._callers: dict[str, torch.Tensor] = {}
+
+    def allocate(self, nbytes: int, name: str) -> Allocation:
+        address, array = self.world.alloc(nbytes, name=name, pe=self.pe)
+        return Allocation(address, torch.from_numpy(array))
+
+    def free(self, allocation: Allocation) -> None:
+        self.world.unregister(allocation.address)
+
+    def address_of(self, tensor: torch.Tensor, name: str) -> int:
+        """Address of a caller's tensor. A name's earlier tensor stops being addressable, so a
+        kernel that kept a stale pointer faults."""
+        if tensor.numel() == 0:
+            return 0
+        known = self.world.find(tensor, pe=self.pe)
+        if known is not None:
+            return known
+        if name in self._callers:
+            self.world.unregister(self._callers.pop(name))
+        self._callers[name] = tensor
+        return self.world.register(tensor, name=name, pe=self.pe)
+
+    def encode_tensor_map(self, spec: TensorMapSpec, address: int) -> bytes:
+        return TensorMapDesc(
+            address=address,
+            elem_bytes=2,
+            dims=spec.dims,
+            strides_bytes=spec.strides,
+            box=spec.box,
+            element_strides=(1,) * len(spec.dims),
+            swizzle=SWIZZLE_BYTES,
+        ).to_bytes()
+
+    def launch(self, image: Image, *, grid: int, parameters: list[bytes]) -> None:
+        self.world.launch(
+            pe=self.pe,
+            kernel=kernel_of(image),
+            grid=(grid, 1, 1),
+            block=(image.threads, 1, 1),
+            cluster=(1, 1, 1),
+            smem=image.smem_bytes,
+            args=parameters,
+            roles=self.roles,
+        )
+        self.launches += 1

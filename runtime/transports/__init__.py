@@ -1,0 +1,1 @@
+"""Transports: symmetric memory and peer addresses for the PEs of a group."""
