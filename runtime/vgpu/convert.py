@@ -37,9 +37,9 @@ def _round_high_bits(u: U32, drop: int, rounding: str) -> U32:
     if rounding == "rz":
         return u & keep
     if rounding == "rn":  # ties to even
-        bias = np.uint32(unit >> 1) + (u >> np.uint32(drop) & np.uint32(1))
+        bias: U32 = np.uint32(unit >> 1) + (u >> np.uint32(drop) & np.uint32(1))
     elif rounding == "rna":  # ties away from zero
-        bias = np.uint32((unit >> 1) + 1)
+        bias = np.full_like(u, (unit >> 1) + 1)
     elif rounding in ("rm", "rp"):  # towards -inf / +inf: the magnitude grows on one side only
         grows = (u & _SIGN32) != 0 if rounding == "rm" else (u & _SIGN32) == 0
         bias = np.where(grows, np.uint32(unit), np.uint32(0))
