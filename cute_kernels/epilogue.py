@@ -83,7 +83,11 @@ def fc1_epilogue(
 ):
     """h = bf16(act(gate) · up · router weight) of 64 columns, stored by TMA to ``pool_h``."""
     entries = row_entries(c, group)
-    _, _, _, weight_bits = ptx.ld_i32x4(c.loc("row_meta") + Int64(block * BLOCK_M + thread) * 16)
+    weight_bits = Int32(0)
+    if thread < rows:
+        _, _, _, weight_bits = ptx.ld_i32x4(
+            c.loc("row_meta") + Int64(block * BLOCK_M + thread) * 16
+        )
     ptx.sts_i32(entries + thread * 4, weight_bits)
     group_barrier(group)
     column = n * (BLOCK_N // 2) + group * GROUP_COLUMNS
