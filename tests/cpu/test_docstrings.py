@@ -12,6 +12,8 @@ EXAMPLES = {  # module -> examples it has, so that a lost example is noticed
     "megamoe.router": 4,
     "megamoe.reference": 2,
     "megamoe.classical": 3,
+    "megamoe.timeline": 1,
+    "megamoe.cli.demo": 1,
 }
 
 

@@ -1,0 +1,17 @@
+"""The ``megamoe`` command. One file a command; heavy imports happen inside the commands."""
+
+import click
+
+from megamoe import __version__
+from megamoe.cli.compile import compile_command
+from megamoe.cli.demo import demo_command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="megamoe")
+def main() -> None:
+    """The expert-parallel MoE FFN of a transformer layer as one persistent GPU kernel."""
+
+
+main.add_command(demo_command)
+main.add_command(compile_command)
