@@ -72,6 +72,7 @@ def build_inputs(cfg: MoEConfig, *, tokens: list[int], seed: int) -> DemoInputs:
             num_experts_per_tok=cfg.top_k,
             norm_topk_prob=True,
             hidden_act="silu",
+            experts_implementation="eager",
         )
     ).eval()
     rng = torch.Generator().manual_seed(seed)

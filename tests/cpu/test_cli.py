@@ -32,17 +32,6 @@ COMPILE_KEYS = [
 SHAPE = [
     "--hidden", "2048", "--intermediate", "768", "--experts", "128", "--top-k", "8", "--pes", "8",
 ]  # fmt: skip
-    "--hidden",
-    "2048",
-    "--intermediate",
-    "768",
-    "--experts",
-    "128",
-    "--top-k",
-    "8",
-    "--pes",
-    "8",
-]
 
 
 def activity() -> list[Any]:
