@@ -56,7 +56,7 @@ class VgpuDevice:
     def encode_tensor_map(self, spec: TensorMapSpec, address: int) -> bytes:
         return TensorMapDesc(
             address=address,
-            elem_bytes=2,
+            dtype="bf16",
             dims=spec.dims,
             strides_bytes=spec.strides,
             box=spec.box,
