@@ -1,1 +1,32 @@
-"""vgpu: run compiled PTX without a GPU. A test instrument, not a backend."""
+"""vgpu: run compiled PTX without a GPU. A test instrument, not a backend.
+
+>>> from megamoe.runtime.vgpu import Kernel, TensorMap, World
+"""
+
+from megamoe.runtime.vgpu.errors import (
+    Deadlock,
+    LaunchError,
+    MemoryFault,
+    PtxSyntaxError,
+    SyncError,
+    UnsupportedInstruction,
+    VgpuError,
+)
+from megamoe.runtime.vgpu.kernel import Kernel
+from megamoe.runtime.vgpu.report import Report
+from megamoe.runtime.vgpu.tensormap import TensorMap
+from megamoe.runtime.vgpu.world import World
+
+__all__ = [
+    "Deadlock",
+    "Kernel",
+    "LaunchError",
+    "MemoryFault",
+    "PtxSyntaxError",
+    "Report",
+    "SyncError",
+    "TensorMap",
+    "UnsupportedInstruction",
+    "VgpuError",
+    "World",
+]

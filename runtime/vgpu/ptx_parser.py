@@ -212,7 +212,9 @@ class _Parser:
             self.next()
             init = b"".join(v.to_bytes(elem, "little") for v in self.initialiser(elem))
         self.expect(";")
-        return Variable(name, space, align or elem * vec, max(count * elem, len(init)), extern, init)
+        return Variable(
+            name, space, align or elem * vec, max(count * elem, len(init)), extern, init
+        )
 
     def initialiser(self, elem: int) -> list[int]:
         if self.peek() != "{":
@@ -232,6 +234,8 @@ class _Parser:
     # -- entries -----------------------------------------------------------------------------
     def parse_entry(self) -> None:
         entry = Entry(self.next(), self.line())
+        # Slot 0 is the carry bit of add.cc and its kin.
+        entry.registers.append(Reg(0, 1, "%carry"))
         self.entry, self.loc = entry, None
         if self.peek() == "(":
             self.next()

@@ -1,0 +1,112 @@
+"""What a run did: counters, activity over time, and the text of a deadlock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megamoe.runtime.vgpu.world import World
+
+
+@dataclass
+class Report:
+    """Counters of one ``World.run``.
+
+    ``bytes_by_pair[(src, dst)]`` counts bytes that moved from memory of PE ``src`` to PE ``dst``:
+    loads and bulk loads count towards the reader, stores towards the owner of the memory.
+    ``activity[(pe, cta, warp)]`` is a list of (start, end, kind) in ticks (warp instructions of
+    the whole world); kind is ``run`` or what the warp waited for.
+    """
+
+    warp_instructions: int = 0
+    instructions_by_role: dict[str, int] = field(default_factory=dict)
+    bytes_by_pair: dict[tuple[int, int], int] = field(default_factory=dict)
+    wgmma_flops: int = 0
+    tensor_load_bytes: int = 0
+    async_ops: dict[str, int] = field(default_factory=dict)
+    async_bytes: dict[str, int] = field(default_factory=dict)
+    launches: dict[int, int] = field(default_factory=dict)
+    activity: dict[tuple[int, int, int], list[tuple[int, int, str]]] = field(default_factory=dict)
+    roles: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    ticks: int = 0
+    seconds: float = 0.0
+    text: str = ""
+
+    @property
+    def bytes_between_pes(self) -> int:
+        """Bytes that crossed from one PE to another."""
+        return sum(n for (src, dst), n in self.bytes_by_pair.items() if src != dst)
+
+
+def collect(world: World, seconds: float) -> Report:
+    """Build the report of the run that just ended (or stopped)."""
+    r = Report(seconds=seconds, wgmma_flops=world.wgmma_flops)
+    for w in world.all_warps:
+        key = (w.pe, w.cta.number, w.index)
+        r.warp_instructions += w.icount
+        role = w.role or f"warp{w.index}"
+        r.instructions_by_role[role] = r.instructions_by_role.get(role, 0) + w.icount
+        r.roles[key] = role
+        r.activity[key] = w.intervals
+    for pe in range(world.pes):
+        for other in range(world.pes):
+            moved = world.loaded[pe][other]
+            if moved:
+                r.bytes_by_pair[other, pe] = r.bytes_by_pair.get((other, pe), 0) + moved
+            moved = world.stored[pe][other]
+            if moved:
+                r.bytes_by_pair[pe, other] = r.bytes_by_pair.get((pe, other), 0) + moved
+    for name, (ops, nbytes) in world.async_counts.items():
+        r.async_ops[name], r.async_bytes[name] = ops, nbytes
+        if ".tensor" in name and name.startswith("cp.async") and ".shared" in name.split("global")[0]:
+            r.tensor_load_bytes += nbytes
+    for launch in world.launches:
+        r.launches[launch.pe] = r.launches.get(launch.pe, 0) + 1
+    r.ticks = world.ticks
+    return r
+
+
+def deadlock_text(world: World, why: str) -> str:
+    """Every warp, where it stands and what it waits for; then the barriers involved."""
+    lines = [f"deadlock: {why}"]
+    seen: dict[int, Any] = {}
+    shown = 0
+    for cta in world.live_ctas:
+        for w in cta.warps:
+            for g in w.groups:
+                shown += 1
+                if shown > 400:
+                    continue
+                lines.append("  " + describe_group(world, w, g))
+                if g.waiting is not None and hasattr(g.waiting, "waiters"):
+                    seen.setdefault(id(g.waiting), (cta, g.waiting))
+    if shown > 400:
+        lines.append(f"  ... and {shown - 400} more groups")
+    for cta, what in list(seen.values())[:100]:
+        lines.append(f"  PE {cta.pe} CTA {cta.index} {what.describe()}")
+    for cta in world.live_ctas[:32]:
+        for bar in cta.mbarriers.values():
+            if id(bar) not in seen and (bar.pending != bar.expected or bar.tx):
+                lines.append(f"  PE {cta.pe} CTA {cta.index} {bar.describe()}")
+    waiting = len(world.queued_ctas)
+    if waiting:
+        lines.append(f"  {waiting} CTAs have not started: no SM has room for them")
+    return "\n".join(lines)
+
+
+def describe_group(world: World, w: Any, g: Any) -> str:
+    """One line about a group of lanes."""
+    lanes = "all lanes" if g.bits == 0xFFFFFFFF else f"lanes {g.bits:#010x}"
+    blocks, ops = w.program.blocks, w.program.ops
+    ins = g.ins if g.waiting is not None and g.ins is not None else None
+    if ins is None and g.pc < len(blocks):
+        ins = ops[blocks[g.pc].start].ins
+    if g.waiting is not None:
+        state = f"waits for {g.waiting.describe()}"
+    elif g.polled:
+        state = "polls in vain"
+    else:
+        state = "can run"
+    name = ins.opcode if ins is not None else "?"
+    return f"{w.place()} {lanes}: {name} at {w.source(ins)}: {state}"

@@ -1,0 +1,452 @@
+"""The world: PEs, memory, launches, and the loop that runs every warp to its end."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megamoe.runtime.vgpu import asyncops
+from megamoe.runtime.vgpu.cta import Cluster, Cta
+from megamoe.runtime.vgpu.errors import Deadlock, LaunchError, VgpuError
+from megamoe.runtime.vgpu.kernel import Kernel
+from megamoe.runtime.vgpu.memory import AddressSpace, Region, byte_view
+from megamoe.runtime.vgpu.ptx_ast import Instruction, Param
+from megamoe.runtime.vgpu.report import Report, collect, deadlock_text
+from megamoe.runtime.vgpu.schedule import make_scheduler
+from megamoe.runtime.vgpu.tensormap import TensorMap
+from megamoe.runtime.vgpu.warp import Group, Warp
+
+COMPLETIONS = ("eager", "late", "random")
+SMEM_LIMIT = 232448
+SM_SMEM = 233472
+MAX_THREADS = 1024
+SM_THREADS = 2048
+REGISTERS = 65536
+_TICK_NS = 100
+_SLOW_ROUNDS = 16
+
+
+@dataclass
+class Launch:
+    """One kernel launch and what its CTAs share."""
+
+    pe: int
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    smem: int
+    registers: int
+    roles: dict[int, str]
+    param_base: int
+    params: dict[int, Any]
+    region: Region
+    globals: dict[str, int]
+
+
+class World:
+    """Several PEs with one address space, running kernels functionally.
+
+    ``schedule`` is ``round_robin``, ``random`` or ``starve``; ``completion`` says when asynchronous
+    operations take effect: ``eager``, ``late`` or ``random``. Both are reproduced by ``seed``.
+    ``sms`` is the number of SMs of a PE; CTAs that do not fit start when others end.
+    ``stuck_seconds``: logical time without progress after which a run counts as deadlocked.
+    """
+
+    def __init__(
+        self, pes: int = 1, seed: int = 0, schedule: str = "round_robin",
+        completion: str = "eager", sms: int = 132, stuck_seconds: float = 3600.0,
+    ) -> None:  # fmt: skip
+        if completion not in COMPLETIONS:
+            raise ValueError(f"completion={completion!r}: allowed are {', '.join(COMPLETIONS)}")
+        if pes < 1:
+            raise ValueError(f"pes={pes}: at least 1")
+        make_scheduler(schedule, seed)
+        self.pes, self.seed, self.schedule, self.completion = pes, seed, schedule, completion
+        self.sms, self.stuck_ns = sms, int(stuck_seconds * 1e9)
+        self.memory = AddressSpace(pes)
+        self.detector: Any = None
+        self.now = 1_000_000
+        self.runs = 0
+        self.launches: list[Launch] = []
+        self.module_globals: dict[tuple[int, int], dict[str, int]] = {}
+        self.reset_run()
+
+    def reset_run(self) -> None:
+        """Forget the counters of the last run."""
+        self.random = random.Random(self.seed * 7919 + self.runs)
+        self.scheduler = make_scheduler(self.schedule, self.seed + self.runs)
+        self.pending: deque[asyncops.AsyncOp] = deque()
+        self.timed: set[Group] = set()
+        self.live_ctas: list[Cta] = []
+        self.queued_ctas: deque[Cluster] = deque()
+        self.all_warps: list[Warp] = []
+        self.loaded = [[0] * self.pes + [0] for _ in range(self.pes)]
+        self.stored = [[0] * self.pes + [0] for _ in range(self.pes)]
+        self.async_counts: dict[str, list[int]] = {}
+        self.progress = self.ticks = self.wgmma_flops = 0
+        self.idle_rounds = 0
+
+    # -- memory ------------------------------------------------------------------------------
+    def register(self, array: Any, name: str = "array", pe: int = 0) -> int:
+        """Make a numpy array or CPU torch tensor visible to kernels; returns its address.
+
+        Nothing is copied: kernels read and write the array itself. The world keeps it alive.
+        """
+        data, _, itemsize, shape = byte_view(array)
+        region = self.memory.add(data, name, pe)
+        region.array, region.itemsize, region.shape = array, itemsize, shape or (1,)
+        self.memory.by_pointer[_pointer(array)] = region
+        if self.detector is not None:
+            self.detector.region_added(region, True)
+        return region.base
+
+    def alloc(self, nbytes: int, name: str = "alloc", pe: int = 0) -> int:
+        """Memory filled with 0xFF; returns its address."""
+        data = np.full(nbytes, 0xFF, np.uint8)
+        region = self.memory.add(data, name, pe)
+        region.array = data
+        if self.detector is not None:
+            self.detector.region_added(region, False)
+        return region.base
+
+    def unregister(self, what: Any) -> None:
+        """Release an array or address; later accesses by kernels are faults."""
+        address = what if isinstance(what, int) else self.address_of(what)
+        region = self.memory.find(address)
+        if region is None:
+            raise KeyError(f"{address:#x} is not registered")
+        self.memory.remove(region)
+        for key, value in list(self.memory.by_pointer.items()):
+            if value is region:
+                del self.memory.by_pointer[key]
+
+    def bytes_at(self, address: int) -> np.ndarray:
+        """The bytes from an address to the end of its region, as a live view."""
+        region = self.memory.find(address)
+        if region is None:
+            raise KeyError(f"{address:#x}: {self.memory.describe(address)}")
+        return region.data[address - region.base :]
+
+    def address_of(self, array: Any) -> int:
+        """The address of a registered array, or of a view into one."""
+        pointer = _pointer(array)
+        region = self.memory.by_pointer.get(pointer)
+        if region is not None:
+            return region.base
+        for start, region in self.memory.by_pointer.items():
+            if start <= pointer < start + len(region.data):
+                return region.base + pointer - start
+        raise KeyError("the array is not registered with this world")
+
+    # -- launching ---------------------------------------------------------------------------
+    def launch(
+        self, pe: int, kernel: Kernel, grid: Any, block: Any, args: list[Any],
+        cluster: Any = (1, 1, 1), smem: int = 0, registers: int | None = None,
+        roles: dict[int, str] | None = None,
+    ) -> None:  # fmt: skip
+        """Queue a kernel launch for the next :meth:`run`.
+
+        ``args`` in the order of the kernel's parameters: ints (addresses or values), floats,
+        bytes, registered arrays (their address), :class:`TensorMap`. ``registers`` per thread are
+        for ``setmaxnreg``; the default is what a full SM allows. ``roles`` names warps.
+        """
+        grid3, block3, cluster3 = _dims(grid), _dims(block), _dims(cluster)
+        threads = block3[0] * block3[1] * block3[2]
+        want = kernel.entry.directives.get("reqntid")
+        if want is not None and tuple(want) + (1,) * (3 - len(want)) != block3:
+            raise LaunchError(f"block={block3}: the kernel requires {want}")
+        if not 1 <= threads <= MAX_THREADS:
+            raise LaunchError(f"block={block3}: {threads} threads, allowed 1 to {MAX_THREADS}")
+        for g, c in zip(grid3, cluster3, strict=True):
+            if g < 1 or c < 1 or g % c:
+                raise LaunchError(f"grid={grid3} is not a multiple of cluster={cluster3}")
+        if cluster3[0] * cluster3[1] * cluster3[2] > 16:
+            raise LaunchError(f"cluster={cluster3}: at most 16 CTAs")
+        program = kernel.program
+        total = program.smem_dynamic - 1024 + smem
+        if total > SMEM_LIMIT or smem < 0:
+            raise LaunchError(f"smem={smem}: {total} bytes with static ones, limit {SMEM_LIMIT}")
+        warps = -(-threads // 32)
+        if registers is None:
+            limit = kernel.entry.directives.get("maxnreg", (0,))[0]
+            registers = limit or min(255, REGISTERS // (32 * warps)) // 8 * 8
+        block_bytes = self.pack(kernel, args)
+        region = self.memory.add_params(block_bytes, pe)
+        region.writable = False
+        cells = {k: region.cells[k] for k in (1, 2, 4, 8)}
+        self.launches.append(
+            Launch(pe, kernel, grid3, block3, cluster3, smem, registers, dict(roles or {}),
+                   region.base, cells, region, self.globals_of(pe, kernel))
+        )  # fmt: skip
+
+    def pack(self, kernel: Kernel, args: list[Any]) -> np.ndarray:
+        """The parameter block."""
+        params = kernel.entry.params
+        if len(args) != len(params):
+            names = ", ".join(f"{p.type}[{p.size}]" for p in params)
+            raise LaunchError(f"{len(args)} arguments, the kernel takes {len(params)}: {names}")
+        # Rounded up, so that reads of the last bytes work in any size.
+        out = np.zeros(-(-max(kernel.entry.param_bytes, 8) // 16) * 16, np.uint8)
+        for i, (p, value) in enumerate(zip(params, args, strict=True)):
+            raw = self.argument(i, p, value)
+            out[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
+        return out
+
+    def argument(self, i: int, p: Param, value: Any) -> bytes:
+        """One parameter's bytes."""
+        if isinstance(value, TensorMap):
+            value = value.to_bytes(self.address_of(value.array))
+        if isinstance(value, (bytes, bytearray)):
+            if len(value) > p.size:
+                raise LaunchError(f"argument {i}: {len(value)} bytes for {p.size}")
+            return bytes(value).ljust(p.size, b"\0")
+        if isinstance(value, (float, np.floating)):
+            return struct.pack("<d" if p.size == 8 else "<f", float(value))
+        if isinstance(value, (bool, int, np.integer)):
+            number = int(value)
+            if not -(1 << 8 * p.size - 1) <= number < 1 << 8 * p.size:
+                raise LaunchError(f"argument {i}: {number} does not fit in {p.size} bytes")
+            return (number & ((1 << 8 * p.size) - 1)).to_bytes(p.size, "little")
+        if value is None:
+            return bytes(p.size)
+        try:
+            return self.address_of(value).to_bytes(p.size, "little")
+        except (KeyError, OverflowError) as e:
+            raise LaunchError(f"argument {i}: {e}") from None
+
+    def globals_of(self, pe: int, kernel: Kernel) -> dict[str, int]:
+        """Addresses of a module's global and constant variables on a PE."""
+        key = (pe, id(kernel))
+        found = self.module_globals.get(key)
+        if found is None:
+            found = self.module_globals[key] = {}
+            for var in kernel.program.variables.values():
+                if var.space in ("global", "const") and not var.extern:
+                    data = np.zeros(max(var.size, 1), np.uint8)
+                    data[: len(var.init)] = np.frombuffer(var.init, np.uint8)
+                    found[var.name] = self.memory.add(data, var.name, pe).base
+        return found
+
+    # -- running -----------------------------------------------------------------------------
+    def run(self) -> Report:
+        """Run all queued launches to their end and return the counters.
+
+        Raises :class:`Deadlock`, :class:`MemoryFault` and others of their family with the report
+        of the run so far in ``.report``.
+        """
+        self.reset_run()
+        started = time.perf_counter()
+        try:
+            for launch in self.launches:
+                self.queued_ctas.extend(self.clusters(launch))
+            self.start_ctas()
+            with np.errstate(all="ignore"):
+                self.loop()
+                self.drain()
+        except VgpuError as e:
+            e.report = collect(self, time.perf_counter() - started)
+            e.report.text = str(e)
+            raise
+        finally:
+            report = collect(self, time.perf_counter() - started)
+            for launch in self.launches:
+                self.memory.remove(launch.region)
+            self.launches = []
+            self.runs += 1
+        return report
+
+    def clusters(self, launch: Launch) -> list[Cluster]:
+        """The CTAs of a launch, grouped in clusters, in launch order."""
+        cx, cy, cz = launch.cluster
+        gx, gy, gz = (g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
+        return [
+            Cluster(launch, (x * cx, y * cy, z * cz))
+            for z in range(gz) for y in range(gy) for x in range(gx)
+        ]  # fmt: skip
+
+    def start_ctas(self) -> None:
+        """Start queued clusters for which there is room."""
+        used = [[0, 0, 0] for _ in range(self.pes)]
+        for cta in self.live_ctas:
+            used[cta.pe][0] += 1
+        left: deque[Cluster] = deque()
+        blocked: set[int] = set()
+        for cluster in self.queued_ctas:
+            launch = cluster.launch
+            room = self.sms * self.ctas_per_sm(launch)
+            if launch.pe in blocked or used[launch.pe][0] + cluster.size > room:
+                blocked.add(launch.pe)
+                left.append(cluster)
+                continue
+            base = used[launch.pe][0]
+            used[launch.pe][0] += cluster.size
+            for cta in cluster.start(self, base):
+                self.live_ctas.append(cta)
+                for w in cta.warps:
+                    self.all_warps.append(w)
+                    self.scheduler.add(w)
+            if self.detector is not None:
+                self.detector.cluster_started(cluster)
+        self.queued_ctas = left
+
+    def ctas_per_sm(self, launch: Launch) -> int:
+        """How many CTAs of a launch fit one SM."""
+        bx, by, bz = launch.block
+        threads = -(-bx * by * bz // 32) * 32
+        smem = launch.smem + launch.kernel.program.smem_dynamic
+        return max(
+            1, min(32, SM_SMEM // smem, SM_THREADS // threads,
+                   REGISTERS // (threads * launch.registers)),
+        )  # fmt: skip
+
+    def loop(self) -> None:
+        """Run until every CTA has ended."""
+        scheduler = self.scheduler
+        randomly = self.completion == "random"
+        while self.live_ctas:
+            if randomly and self.pending and self.random.random() < 0.25:
+                self.complete_one(self.random.randrange(len(self.pending)))
+            turn = scheduler.next()
+            if turn is not None:
+                self.turn(*turn)
+                continue
+            before = self.progress
+            for w in scheduler.take_spinners():
+                self.turn(w, 64)
+            if self.progress == before and not scheduler.ready:
+                self.stuck()
+            else:
+                self.idle_rounds = 0
+
+    def turn(self, w: Warp, quantum: int) -> None:
+        """One quantum of a warp."""
+        start = self.ticks
+        before = w.icount
+        w.run(quantum)
+        self.ticks = start + w.icount - before
+        self.now += _TICK_NS
+        if w.groups and w.runnable():
+            self.scheduler.add(w)
+            if w.spinning:
+                self.note(w, "poll", start)
+            else:
+                self.note(w, "run", start)
+        else:
+            self.note(w, "run", start)
+            self.note(w, "", self.ticks)
+
+    def note(self, w: Warp, kind: str, at: int) -> None:
+        """Extend or start an activity interval."""
+        spans = w.intervals
+        if not kind:
+            w.idle_since = at
+            return
+        if spans and spans[-1][2] == kind and w.idle_since is None:
+            spans[-1] = (spans[-1][0], self.ticks, kind)
+        else:
+            spans.append((at, self.ticks, kind))
+        w.idle_since = None
+
+    def wake(self, g: Group) -> None:
+        """A suspended group can look again."""
+        if g.dead or g.waiting is None:
+            return
+        g.waiting = None
+        if g.timed:
+            g.timed = False
+            self.timed.discard(g)
+        g.warp.spinning = False
+        self.scheduler.add(g.warp)
+
+    def stuck(self) -> None:
+        """Nothing can go on: complete asynchronous work, else let time pass, else give up."""
+        if self.pending:
+            pick = 0 if self.completion == "late" else self.random.randrange(len(self.pending))
+            self.complete_one(pick)
+            return
+        if not self.timed and not self.scheduler.spinners:
+            raise Deadlock(deadlock_text(self, "every warp waits"))
+        if self.idle_rounds == 0:
+            self.idle_start = self.now
+        self.idle_rounds += 1
+        self.now += 1000 << max(0, self.idle_rounds - _SLOW_ROUNDS)
+        if self.now - self.idle_start > self.stuck_ns:
+            raise Deadlock(deadlock_text(self, "only fruitless polls and waits are left"))
+        for g in list(self.timed):
+            waiters = g.waiting.waiters
+            if g in waiters:
+                waiters.remove(g)
+            g.timed_out = True
+            self.wake(g)
+            g.warp.spinning = True
+
+    def complete_one(self, index: int) -> None:
+        """Complete one pending asynchronous operation."""
+        self.pending.rotate(-index)
+        op = self.pending.popleft()
+        self.pending.rotate(index)
+        op.complete()
+
+    def submit(self, op: asyncops.AsyncOp) -> None:
+        """Queue an asynchronous operation."""
+        asyncops.submit(self, op)
+
+    def wgmma_now(self) -> bool:
+        """Whether a committed wgmma group executes at once."""
+        if self.completion == "random":
+            return self.random.random() < 0.5
+        return self.completion == "eager"
+
+    def count_async(self, ins: Instruction, nbytes: int) -> None:
+        """Count an asynchronous operation by its opcode without hints."""
+        entry = self.async_counts.setdefault(ins.opcode, [0, 0])
+        entry[0] += 1
+        entry[1] += nbytes
+
+    def lanes_left(self, w: Warp, g: Group) -> None:
+        """Lanes exited: barriers may be complete, the CTA may be over."""
+        self.progress += 1
+        cta = w.cta
+        if cta.check_exit(w):
+            if self.completion != "eager":
+                self.drain_cta(cta)
+            if cta.finished():
+                for c in cta.cluster.ctas:
+                    self.live_ctas.remove(c)
+                    if self.detector is not None:
+                        self.detector.cta_ended(c)
+                if self.queued_ctas:
+                    self.start_ctas()
+
+    def drain_cta(self, cta: Cta) -> None:
+        """A kernel's end completes what its threads have issued."""
+        for op in [op for op in self.pending if op.warp.cta is cta]:
+            self.pending.remove(op)
+            op.complete()
+
+    def drain(self) -> None:
+        """Complete whatever is left."""
+        while self.pending:
+            self.complete_one(0)
+
+
+def _dims(value: Any) -> tuple[int, int, int]:
+    if isinstance(value, int):
+        value = (value,)
+    out = tuple(int(v) for v in value)
+    if not 1 <= len(out) <= 3:
+        raise LaunchError(f"{value!r}: 1 to 3 dimensions")
+    return (*out, 1, 1)[:3] if len(out) < 3 else (out[0], out[1], out[2])
+
+
+def _pointer(array: Any) -> int:
+    if hasattr(array, "data_ptr"):
+        return int(array.data_ptr())
+    return int(array.__array_interface__["data"][0])
