@@ -82,7 +82,7 @@ class VgpuMoE:
         from megamoe.cute_kernels.forward import ROLES
         from megamoe.runtime.devices.vgpu import VgpuDevice
         from megamoe.runtime.local_group import LocalGroup
-        from megamoe.runtime.vgpu import World
+        from megamoe.runtime.vgpu.world import World
 
         check_kernel_support(cfg)
         for name, tensors in (("w13", w13), ("w2", w2)):
@@ -155,13 +155,12 @@ class VgpuMoE:
             bases = session.local_view("slot_base").tolist()
             counts_PS = session.symmetric_view("route_count")[bank]
             rows.append(int(counts_PS[:, bases[session.pe] : bases[session.pe + 1]].sum()))
-        between = sum(n for (src, dst), n in report.bytes_between.items() if src != dst)
         return {
             "rows": rows,
-            "bytes_between_pes": between,
+            "bytes_between_pes": report.bytes_between_pes,
             "wgmma_flops": report.wgmma_flops,
             "warp_instructions": report.warp_instructions,
-            "warp_instructions_by_role": dict(report.warp_instructions_by_role),
+            "warp_instructions_by_role": dict(report.instructions_by_role),
         }
 
 

@@ -7,7 +7,9 @@ import torch
 from megamoe.cute_kernels.image import Image
 from megamoe.cute_kernels.tensor_maps import SWIZZLE_BYTES, TensorMapSpec
 from megamoe.runtime.devices.base import Allocation
-from megamoe.runtime.vgpu import Kernel, TensorMapDesc, World
+from megamoe.runtime.vgpu.kernel import Kernel
+from megamoe.runtime.vgpu.tensormap import TensorMapDesc
+from megamoe.runtime.vgpu.world import World
 
 _KERNELS: dict[str, Kernel] = {}
 
@@ -31,23 +33,28 @@ class VgpuDevice:
     def __init__(self, world: World, pe: int, roles: Mapping[int, str] | None = None):
         self.world, self.pe, self.roles = world, pe, dict(roles or {})
         self.launches = 0
+        self._allocations: list[Allocation] = []
         self._callers: dict[str, torch.Tensor] = {}
 
     def allocate(self, nbytes: int, name: str) -> Allocation:
-        address, array = self.world.alloc(nbytes, name=name, pe=self.pe)
-        return Allocation(address, torch.from_numpy(array))
+        address = self.world.alloc(nbytes, name=name, pe=self.pe)
+        allocation = Allocation(address, torch.from_numpy(self.world.bytes_at(address)))
+        self._allocations.append(allocation)
+        return allocation
 
     def free(self, allocation: Allocation) -> None:
+        self._allocations.remove(allocation)
         self.world.unregister(allocation.address)
 
     def address_of(self, tensor: torch.Tensor, name: str) -> int:
-        """Address of a caller's tensor. A name's earlier tensor stops being addressable, so a
-        kernel that kept a stale pointer faults."""
+        """Address of a caller's tensor, or of a view of memory allocated here. The tensor that
+        had the name before stops being addressable: a kernel that kept a stale pointer faults."""
         if tensor.numel() == 0:
             return 0
-        known = self.world.find(tensor, pe=self.pe)
-        if known is not None:
-            return known
+        for allocation in self._allocations:
+            offset = tensor.data_ptr() - allocation.bytes_N.data_ptr()
+            if 0 <= offset < allocation.bytes_N.numel():
+                return allocation.address + offset
         if name in self._callers:
             self.world.unregister(self._callers.pop(name))
         self._callers[name] = tensor
@@ -60,7 +67,6 @@ class VgpuDevice:
             dims=spec.dims,
             strides_bytes=spec.strides,
             box=spec.box,
-            element_strides=(1,) * len(spec.dims),
             swizzle=SWIZZLE_BYTES,
         ).to_bytes()
 
