@@ -1,0 +1,1 @@
+"""CuTe DSL kernels that exist only to be run on vgpu."""
