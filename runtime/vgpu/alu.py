@@ -22,7 +22,8 @@ def simple(ins: Instruction, dform: str, forms: list[str], scalar: str | None, v
             args = [e.val(s, f) for s, f in zip(srcs, forms, strict=True)]
             e.put(dst, scalar.format(*args), dform, True)
             return
-        if e.scalars(*srcs):
+        if e.scalars(*srcs[:2]):
+            # Two numbers would be combined without wrapping before they meet an array.
             args = [e.vec(srcs[0], forms[0])]
             args += [e.val(s, f) for s, f in zip(srcs[1:], forms[1:], strict=True)]
         else:
@@ -125,7 +126,7 @@ def mul24(ins: Instruction, op: Opcode) -> Op:
     """24-bit multiplication."""
     (kind,) = the_types(ins, op, 1)
     mad = op.family == "mad24"
-    cut = "({}&16777215)" if kind == "u32" else "(({}<<8)>>8)"
+    cut = "({}&16777215)" if kind == "u32" else "((({}&16777215)^8388608)-8388608)"
     wide = "U8" if kind == "u32" else "I8"
     shift = 16 if op.has("hi") else 0
     vector = f"((({cut}).astype({wide})*({cut}))>>{shift}).astype(U4)" + ("+{}" if mad else "")

@@ -468,17 +468,23 @@ def redux(x, op, bits, signed):
 
 
 # -- conversions that must round once ----------------------------------------------------------
+_U1, _U16, _BELOW_HALF = np.uint32(1), np.uint32(16), np.uint32(0x7FFF)
+
+
 def bf16x2_rn(hi, lo):
     """cvt.rn.bf16x2.f32, the hot path: two roundings in one pass, NaN handled apart."""
-    both = np.empty((2, 32), np.float32)
-    both[0], both[1] = hi, lo
+    both = np.empty((32, 2), np.float32)
+    both[:, 0], both[:, 1] = lo, hi
     u = both.view(np.uint32)
-    r = u + ((u >> np.uint32(16) & np.uint32(1)) + np.uint32(0x7FFF))
-    out = (r[0] & np.uint32(0xFFFF0000)) | r[1] >> np.uint32(16)
-    if np.isnan(both.sum()):
-        # Either a NaN or infinities of both signs: take the careful way.
+    r = u >> _U16
+    r &= _U1
+    r += _BELOW_HALF
+    r += u
+    flat = both.reshape(64)
+    square = flat.dot(flat)  # NaN exactly if some lane is NaN: there are no differences in it
+    if square != square:
         return convert.bf16x2_from_f32(hi, lo)
-    return out
+    return r.view(np.uint16)[:, 1::2].copy().view(np.uint32)[:, 0]
 
 
 def f64_to_f32_odd(x):

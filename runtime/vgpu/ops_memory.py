@@ -64,8 +64,8 @@ def address(e: Emitter, mem: object, shared: bool) -> tuple[str, bool]:
     assert isinstance(mem, Mem)
     form = "u32" if shared else "u64"
     base, off = mem.base, mem.offset
-    if shared and isinstance(base, Reg) and base.width == 64:
-        form = "u64"
+    if isinstance(base, Reg):
+        form = f"u{base.width}"
     x = e.val(base, form)
     scalar = e.scalar(base)
     if off:
@@ -73,8 +73,8 @@ def address(e: Emitter, mem: object, shared: bool) -> tuple[str, bool]:
             x = str(int(x) + off) if x.isdigit() else f"({x}+{off})&{0xFFFFFFFFFFFFFFFF}"
         else:
             x = f"{x}+{off}" if off > 0 else f"{x}-{-off}"
-    if shared and not scalar and form == "u64":
-        x = f"({x}).astype(U4)"
+    if not scalar and (form == "u64") == shared:
+        x = f"({x}).astype({'U4' if shared else 'U8'})"
     return x, scalar
 
 

@@ -249,7 +249,8 @@ def wgmma_issue(w: Warp, m: Wgmma, desc_a: Any, desc_b: Any, scale_d: Any) -> No
 def _same(w: Warp, m: Wgmma, value: Any) -> int:
     if type(value) is int:
         return value
-    if (value != value[0]).any():
+    raw = value.tobytes()  # much cheaper than comparing the lanes as numbers
+    if raw != raw[: value.itemsize] * len(value):
         raise SyncError(f"{w.place()}: wgmma descriptors differ by lane ({w.source(m.ins)})")
     return int(value[0])
 
