@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 LANE = 0.8  # of the distance between two lanes
 PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777", "#332288")
@@ -16,23 +16,25 @@ PALE = 0.25
 MAX_GAP = 1 / 2000  # of the whole picture: smaller gaps cannot be seen and are closed
 
 
-class Activity(Protocol):
-    """One stretch of one warp. ``kind`` "wait" is drawn pale, every other kind full."""
+class Activity(NamedTuple):
+    """One stretch of one warp. ``kind`` "run" is drawn full, polling and waiting pale."""
 
-    @property
-    def pe(self) -> int: ...
-    @property
-    def cta(self) -> int: ...
-    @property
-    def warp(self) -> int: ...
-    @property
-    def role(self) -> str: ...
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float: ...
-    @property
-    def kind(self) -> str: ...
+    pe: int
+    cta: int
+    warp: int
+    role: str
+    start: float
+    end: float
+    kind: str
+
+
+def activity_of(report: Any) -> list[Activity]:
+    """The stretches in a vgpu report."""
+    return [
+        Activity(pe, cta, warp, report.roles[pe, cta, warp], start, end, kind)
+        for (pe, cta, warp), spans in report.activity.items()
+        for start, end, kind in spans
+    ]
 
 
 def join_spans(
@@ -56,7 +58,7 @@ def draw_timeline(activity: Sequence[Activity], path: Path, *, title: str) -> No
     """Write the picture as a PNG.
 
     Args:
-        activity: the records of a vgpu report; must not be empty.
+        activity: see `activity_of`; must not be empty.
         path: file to write.
         title: shown above the picture.
 
@@ -73,7 +75,7 @@ def draw_timeline(activity: Sequence[Activity], path: Path, *, title: str) -> No
     spans = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for record in activity:
         warp = spans[record.pe, record.role][record.cta, record.warp]
-        warp[record.kind == "wait"].append((record.start, record.end))
+        warp[record.kind != "run"].append((record.start, record.end))
     first = min(record.start for record in activity)
     last = max(record.end for record in activity)
     # Lanes in the order in which roles first act, PE by PE.

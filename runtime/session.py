@@ -141,8 +141,8 @@ class Session:
         specs = dict(zip(MAPS[2:], pool_specs(p), strict=True))
         if experts > 0:
             specs |= zip(MAPS[:2], weight_specs(p, experts), strict=True)
-            addresses["w13"] = self.device.address_of(w13_LGH, "w13")
-            addresses["w2"] = self.device.address_of(w2_LHI, "w2")
+            addresses["w13"] = self.device.address_of(w13_LGH, "w13", keep=True)
+            addresses["w2"] = self.device.address_of(w2_LHI, "w2", keep=True)
         maps = self.device.allocate(len(MAPS) * TENSOR_MAP_BYTES, "maps")
         for i, name in enumerate(MAPS):
             # A PE without experts runs no tile; its weight maps only have to be well formed.

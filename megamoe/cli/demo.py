@@ -218,11 +218,11 @@ def demo_command(pes: int, seed: int, out_dir: Path | None, json_path: Path | No
         write_json(json_path, demo.result)
         if out_dir is not None:
             progress.begin("drawing timeline.png")
-            from megamoe.timeline import draw_timeline
+            from megamoe.timeline import activity_of, draw_timeline
 
             out_dir.mkdir(parents=True, exist_ok=True)
             draw_timeline(
-                demo.run.report.activity,
+                activity_of(demo.run.report),
                 out_dir / "timeline.png",
                 title=f"One fused forward on {pes} PEs (functional simulation)",
             )

@@ -28,8 +28,8 @@ class Device(Protocol):
         """Give memory back; touching it afterwards is an error."""
         ...
 
-    def address_of(self, tensor: torch.Tensor, name: str) -> int:
-        """Address of a caller's tensor, valid for the launches that follow."""
+    def address_of(self, tensor: torch.Tensor, name: str, *, keep: bool = False) -> int:
+        """Address of a caller's tensor, for the next launch or (``keep``) for good."""
         ...
 
     def encode_tensor_map(self, spec: TensorMapSpec, address: int) -> bytes:

@@ -46,15 +46,18 @@ class VgpuDevice:
         self._allocations.remove(allocation)
         self.world.unregister(allocation.address)
 
-    def address_of(self, tensor: torch.Tensor, name: str) -> int:
-        """Address of a caller's tensor, or of a view of memory allocated here. The tensor that
-        had the name before stops being addressable: a kernel that kept a stale pointer faults."""
+    def address_of(self, tensor: torch.Tensor, name: str, *, keep: bool = False) -> int:
+        """Address of a caller's tensor, or of a view of memory allocated here. Unless ``keep``,
+        the tensor that had the name before stops being addressable: a kernel that kept a stale
+        pointer faults."""
         if tensor.numel() == 0:
             return 0
         for allocation in self._allocations:
             offset = tensor.data_ptr() - allocation.bytes_N.data_ptr()
             if 0 <= offset < allocation.bytes_N.numel():
                 return allocation.address + offset
+        if keep:
+            return self.world.register(tensor, name=name, pe=self.pe)
         if name in self._callers:
             self.world.unregister(self._callers.pop(name))
         self._callers[name] = tensor

@@ -19,7 +19,7 @@ from megamoe.config import MoEConfig
 from megamoe.cute_kernels import build
 from megamoe.cute_kernels.image import Image
 from megamoe.reference import moe_oracle
-from megamoe.timeline import draw_timeline, join_spans
+from megamoe.timeline import activity_of, draw_timeline, join_spans
 
 DEMO_KEYS = [
     "pes", "launches_per_pe", "max_abs_err", "bound", "within_bound", "rows", "bytes_between_pes",
@@ -34,13 +34,12 @@ SHAPE = [
 ]  # fmt: skip
 
 
-def activity() -> list[Any]:
-    record = {"cta": 0, "kind": "run", "start": 0, "end": 5}
-    return [
-        SimpleNamespace(**record, pe=pe, warp=warp, role=role)
-        for pe in range(2)
-        for warp, role in enumerate(("load", "math"))
-    ]
+def report() -> Any:
+    """Two PEs, a load and a math warp each, as vgpu reports them."""
+    roles = {(pe, 0, warp): role for pe in range(2) for warp, role in enumerate(("load", "math"))}
+    return SimpleNamespace(
+        roles=roles, activity={key: [(0, 5, "run"), (5, 9, "poll")] for key in roles}
+    )
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *, fault: str = "") -> list[dict[str, Any]]:
@@ -72,7 +71,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *, fault: str = "") -> list[dict[s
                 "warp_instructions": 99,
                 "warp_instructions_by_role": {"load": 9, "math": 90},
             },
-            report=SimpleNamespace(activity=activity()),
+            report=report(),
         )
 
     monkeypatch.setattr(testing, "run_vgpu", run)
@@ -182,7 +181,7 @@ def test_compile_refuses_in_one_line(change: list[str], match: str, tmp_path: Pa
 
 def test_timeline(tmp_path: Path) -> None:
     assert join_spans([(5, 6), (0, 2), (1, 1.5), (2.5, 3)], max_gap=0.5) == [(0, 3), (5, 6)]
-    draw_timeline(activity(), tmp_path / "a.png", title="two PEs")
+    draw_timeline(activity_of(report()), tmp_path / "a.png", title="two PEs")
     assert (tmp_path / "a.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="activity is empty"):
         draw_timeline([], tmp_path / "b.png", title="none")
