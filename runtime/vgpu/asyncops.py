@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megamoe.runtime.vgpu import convert
 from megamoe.runtime.vgpu.access import Access, fault, region_of
 from megamoe.runtime.vgpu.atomics import operation
 from megamoe.runtime.vgpu.errors import MemoryFault
@@ -210,14 +211,15 @@ def submit_copy(
 def reducer(spec: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """``op.type`` → a function on byte arrays (memory, incoming)."""
     op, kind = spec.split(".")
-    if kind == "bf16" and op == "add":
-        from megamoe.runtime.vgpu.lanes import bf16_bits, bf16_values
+    if kind == "bf16" and op in ("add", "min", "max"):
+        wide = {"add": np.add, "min": np.fmin, "max": np.fmax}[op]
 
-        def add_bf16(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-            x = bf16_values(old.copy().view(np.uint16)) + bf16_values(new.view(np.uint16))
-            return bf16_bits(x).view(np.uint8)
+        def on_bf16(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+            x = convert.f32_from_bf16(old.view(np.uint16))
+            y = convert.f32_from_bf16(new.view(np.uint16))
+            return convert.bf16_from_f32(wide(x, y)).view(np.uint8)
 
-        return add_bf16
+        return on_bf16
     dtypes = {"f16": "f2", "f32": "f4", "f64": "f8"}
     if kind in dtypes or op == "add":
         dtype = dtypes.get(
@@ -229,8 +231,6 @@ def reducer(spec: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
             return fn(old.copy().view(dtype), new.view(dtype)).view(np.uint8)
 
         return numeric
-    if kind == "bf16":
-        raise KeyError(spec)
     each = operation(op, kind)
     unit = f"u{int(kind[1:]) // 8}"
 
