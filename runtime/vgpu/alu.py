@@ -241,7 +241,7 @@ def bits(ins: Instruction, op: Opcode) -> Op:
     if name == "bfi":
         scalar = f"sbfi({{}},{{}},{{}},{{}},{width})"
         return simple(
-            ins, u, [u, u, "u32", "u32"], scalar, "vbfi(widen({},%s),{},{},{})" % f"U{width // 8}"
+            ins, u, [u, u, "u32", "u32"], scalar, f"vbfi(widen({{}},U{width // 8}),{{}},{{}},{{}})"
         )
     if name == "bfind":
         tail = f"{signed},{op.has('shiftamt')}"

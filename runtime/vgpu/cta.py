@@ -134,11 +134,7 @@ class Cta:
             if bar.arrived and bar.expected is None:
                 bar.check(self, self.world)
         self.cluster.barrier.check(self.world)
-        if not w.alive:
-            pool = self.pool
-            pool.free += 32 * pool.held[w.index]
-            pool.held[w.index] = 0
-            pool.wake(self.world)
+        # Registers of a warp that left do not come back to the pool before the CTA ends.
         return not any(x.alive for x in self.warps)
 
     def finished(self) -> bool:

@@ -16,7 +16,7 @@ U1, U2, U4, U8 = np.uint8, np.uint16, np.uint32, np.uint64
 I1, I2, I4, I8 = np.int8, np.int16, np.int32, np.int64
 F2, F4, F8, PB = np.float16, np.float32, np.float64, np.bool_
 LANES = np.arange(32, dtype=np.uint32)
-LANE_IS = [LANES == i for i in range(32)]
+LANE_IS = [i == LANES for i in range(32)]
 ALL_TRUE = np.ones(32, np.bool_)
 ALL_FALSE = np.zeros(32, np.bool_)
 BYTES_TRUE = ALL_TRUE.tobytes()
@@ -145,9 +145,8 @@ def mulhi(a, b, signed):
     """High 64 bits of 64-bit products of arrays (numbers broadcast)."""
     a, b = np.broadcast_arrays(np.asarray(a), np.asarray(b))
     kind = np.int64 if signed else np.uint64
-    out = [(int(x) * int(y) >> 64) & 0xFFFFFFFFFFFFFFFF
-           for x, y in zip(a.astype(kind).tolist(), b.astype(kind).tolist(), strict=True)]  # fmt: skip
-    return np.array(out, np.uint64)
+    pairs = zip(a.astype(kind).tolist(), b.astype(kind).tolist(), strict=True)
+    return np.array([x * y >> 64 & 0xFFFFFFFFFFFFFFFF for x, y in pairs], np.uint64)
 
 
 def brev(x, width):

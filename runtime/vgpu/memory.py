@@ -132,7 +132,8 @@ class AddressSpace:
         at = bisect_right(self.bases, address) - 1
         near = self.regions[at] if at >= 0 else None
         if near is not None and near.kind != "none" and address - near.end < GUARD:
-            return f"{address - near.end} bytes past the end of {near.name} ({near.end - near.base} bytes)"
+            size = near.end - near.base
+            return f"{address - near.end} bytes past the end of {near.name} ({size} bytes)"
         if at + 1 < len(self.regions) and self.bases[at + 1] - address <= GUARD:
             after = self.regions[at + 1]
             return f"{after.base - address} bytes before {after.name}"

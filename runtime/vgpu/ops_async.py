@@ -63,9 +63,7 @@ def bulk(ins: Instruction, op: Opcode) -> Op:
         bar = shared_address(e, rest[0]) if to_shared else "None"
         mask = e.val(rest[1], "u16") if cast else "None"
         n = e.val(size, "u32")
-        e.line(
-            f"bulk_copy(w,{e.const(ins, 'I')},{form!r},{d},{s},{n},{bar},{mask},{reduce!r})"
-        )
+        e.line(f"bulk_copy(w,{e.const(ins, 'I')},{form!r},{d},{s},{n},{bar},{mask},{reduce!r})")
 
     return make(ins, emit, 0, pure=False)
 

@@ -103,6 +103,9 @@ def load(ins: Instruction, op: Opcode) -> Op:
     def emit(e: Emitter) -> None:
         x, scalar = address(e, mem, space == "shared")
         info = e.const(a, "A")
+        if scalar and space == "generic" and e.program.local_bytes:
+            # It may point into local memory, which differs by lane.
+            x, scalar = f"np.full(32,{x},U8)", False
         if space == "local":
             got = e.tmp(f"local_load(w,{info},{x},{e.mask})")
             scalar = False
@@ -143,6 +146,8 @@ def store(ins: Instruction, op: Opcode) -> Op:
     def emit(e: Emitter) -> None:
         x, scalar = address(e, mem, space == "shared")
         values = ",".join(e.val(r, form) for r in regs)
+        if scalar and space == "generic" and e.program.local_bytes:
+            x, scalar = f"np.full(32,{x},U8)", False
         name = "local_store" if space == "local" else "store" if scalar else "store_lanes"
         e.line(f"{name}(w,{e.const(a, 'A')},{x},[{values}],{e.mask})")
 
@@ -175,7 +180,7 @@ def atomic(ins: Instruction, op: Opcode) -> Op:
 
     def emit(e: Emitter) -> None:
         for i in range(vector):
-            x, scalar = address(e, Mem(mem.base, mem.offset + i * size), space == "shared")
+            x, _ = address(e, Mem(mem.base, mem.offset + i * size), space == "shared")
             values = ",".join(e.val(c[i], form) for c in args)
             call = f"atomic(w,{e.const(infos[i], 'A')},{e.const(fn, 'FN')},{x},[{values}],{e.mask})"
             if red:

@@ -1,10 +1,11 @@
-"""A decoded kernel: operations, basic blocks, liveness, and the compiled functions of each block."""
+"""A decoded kernel: operations, basic blocks, liveness, the compiled functions of each block."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from megamoe.runtime.vgpu import (
@@ -19,7 +20,7 @@ from megamoe.runtime.vgpu import (
 from megamoe.runtime.vgpu.codegen import NAMESPACE, Emitter
 from megamoe.runtime.vgpu.isa import classify, unsupported
 from megamoe.runtime.vgpu.ops import Op
-from megamoe.runtime.vgpu.ptx_ast import Entry, Instruction, Module, Reg, Sym
+from megamoe.runtime.vgpu.ptx_ast import Entry, Instruction, Module, Sym
 
 DECODERS = {
     **alu.DECODERS,
@@ -161,8 +162,8 @@ class Program:
                 leaders.add(i)
             if op.alone:
                 leaders.add(i + 1)
-        cuts = sorted(x for x in leaders if x < len(self.ops)) + [len(self.ops)]
-        for start, end in zip(cuts[:-1], cuts[1:], strict=True):
+        cuts = [*sorted(x for x in leaders if x < len(self.ops)), len(self.ops)]
+        for start, end in pairwise(cuts):
             self.block_at[start] = len(self.blocks)
             self.blocks.append(Block(len(self.blocks), start, end))
         # Running off the end of the code leaves the kernel.
@@ -276,8 +277,3 @@ class Program:
         e.line(f"if {raw}==BYTES_FALSE: return {no}")
         e.line(f"if {raw}=={'BYTES_TRUE' if e.full else 'w.cur.raw'}: return {yes}")
         e.line(f"return w.diverge({p},{yes},{no})")
-
-
-def registers_by_index(entry: Entry) -> list[Reg]:
-    """The entry's register file, in index order."""
-    return entry.registers

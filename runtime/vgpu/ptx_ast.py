@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Reg:
-    """A register: ``index`` in the entry's flat register file, ``width`` in bits (1 = predicate)."""
+    """A register: ``index`` in the entry's register file, ``width`` in bits (1: predicate)."""
 
     index: int
     width: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import struct
 
-from megamoe.runtime.vgpu.errors import PtxSyntaxError
+from megamoe.runtime.vgpu.errors import PtxSyntaxError, UnsupportedInstruction
 from megamoe.runtime.vgpu.ptx_ast import (
     Entry,
     Imm,
@@ -381,6 +381,11 @@ class _Parser:
             if not isinstance(guard, Reg):
                 raise self.error("the guard is not a predicate register")
         opcode = self.next()
+        if opcode.partition(".")[0] == "call":
+            # Its operands name functions and prototypes, which mean nothing here.
+            raise UnsupportedInstruction(
+                f"PTX line {line}: {opcode}: opcode 'call' is not supported"
+            )
         operands: list = []
         while self.peek() != ";":
             operands.append(self.operand())

@@ -59,7 +59,7 @@ def collect(world: World, seconds: float) -> Report:
                 r.bytes_by_pair[pe, other] = r.bytes_by_pair.get((pe, other), 0) + moved
     for name, (ops, nbytes) in world.async_counts.items():
         r.async_ops[name], r.async_bytes[name] = ops, nbytes
-        if ".tensor" in name and name.startswith("cp.async") and ".shared" in name.split("global")[0]:
+        if name.startswith("cp.async.bulk.tensor") and "mbarrier::complete_tx" in name:
             r.tensor_load_bytes += nbytes
     for launch in world.launches:
         r.launches[launch.pe] = r.launches.get(launch.pe, 0) + 1

@@ -28,8 +28,7 @@ def descriptor(w: Warp, ins: Instruction, address: int, lane: int, dims: int) ->
         raise MemoryFault(f"{w.place(lane)}: {ins.opcode}: {e} ({w.source(ins)})") from None
     if desc.rank != dims:
         raise MemoryFault(
-            f"{w.place(lane)}: {ins.opcode}: the tensor map has rank {desc.rank}"
-            f" ({w.source(ins)})"
+            f"{w.place(lane)}: {ins.opcode}: the tensor map has rank {desc.rank} ({w.source(ins)})"
         )
     return desc
 
@@ -116,8 +115,7 @@ def submit_store(
     """Queue a store."""
     region, off, plan = target
     smem, where = w.cta.smem, src & 0xFFFFFF
-    kind = desc.dtype if desc.dtype[0] != "u" or "." in reduce else desc.dtype
-    apply = reducer(f"{reduce}.{kind}") if reduce else None
+    apply = reducer(f"{reduce}.{desc.dtype}") if reduce else None
 
     def reader() -> Any:
         return plan.gather_shared(smem, where)

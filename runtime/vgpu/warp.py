@@ -170,9 +170,7 @@ class Warp:
         """The runnable group at the lowest position; those that polled in vain come last."""
         best = None
         for g in self.groups:
-            if g.waiting is None and (
-                best is None or (g.polled, g.pc) < (best.polled, best.pc)
-            ):
+            if g.waiting is None and (best is None or (g.polled, g.pc) < (best.polled, best.pc)):
                 best = g
         if best is not None:
             if best.polled:

@@ -182,14 +182,15 @@ def test_half_precision() -> None:
         others = [(c[i].item() | a[i].item() << 16) for i in range(32)]
 
         def packed(fn, v=val):
-            return lambda x, y: torch_bits(fn(v(x & 0xFFFF), v(y & 0xFFFF))) | torch_bits(
-                fn(v(x >> 16), v(y >> 16))
-            ) << 16
+            return lambda x, y: (
+                torch_bits(fn(v(x & 0xFFFF), v(y & 0xFFFF)))
+                | torch_bits(fn(v(x >> 16), v(y >> 16))) << 16
+            )
 
         for name, fn in {"add": torch.add, "mul": torch.mul, "max": torch.maximum}.items():
             rn = "" if name == "max" else ".rn"
-            check(f"{name}{rn}.{kind}x2 %r0, %r1, %r2;", "r", "rr",
-                  [np.array(pairs, np.uint64), np.array(others, np.uint64)], packed(fn))  # fmt: skip
+            both = [np.array(pairs, np.uint64), np.array(others, np.uint64)]
+            check(f"{name}{rn}.{kind}x2 %r0, %r1, %r2;", "r", "rr", both, packed(fn))
 
 
 def test_conversions_between_floats() -> None:
@@ -257,6 +258,9 @@ def test_integer_conversions() -> None:
         x &= (1 << w) - 1
         return x - (x >> (w - 1) << w)
 
+    def cut16(x: int) -> int:
+        return max(0, min(65535, x))
+
     check("cvt.u64.u32 %d0, %r1;", "d", "r", [n], lambda v: v)
     check("cvt.s64.s32 %d0, %r1;", "d", "r", [n], lambda v: s(v, 32))
     check("cvt.u32.u64 %r0, %d1;", "r", "d", [m], lambda v: v)
@@ -269,7 +273,7 @@ def test_integer_conversions() -> None:
     check("cvt.sat.s8.s32 %r0, %r1;", "r", "r", [n], lambda v: max(-128, min(127, s(v, 32))))
     check("cvt.sat.u8.s32 %r0, %r1;", "r", "r", [n], lambda v: max(0, min(255, s(v, 32))))
     check("cvt.pack.sat.u16.s32 %r0, %r1, %r2;", "r", "rr", [n, n[::-1]],
-          lambda a, b: max(0, min(65535, s(a, 32))) << 16 | max(0, min(65535, s(b, 32))))  # fmt: skip
+          lambda a, b: cut16(s(a, 32)) << 16 | cut16(s(b, 32)))  # fmt: skip
 
 
 def test_testp() -> None:

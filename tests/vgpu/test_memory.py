@@ -14,7 +14,9 @@ TID = "mov.u32 %r0, %tid.x; ld.param.u64 %d0, [p0]; ld.param.u64 %d1, [p1];"
 def test_widths_and_vectors() -> None:
     src = np.arange(32 * 16, dtype=np.uint8)
     dst = np.zeros(32 * 16, np.uint8)
-    body = TID + """
+    body = (
+        TID
+        + """
     mad.wide.u32 %d2, %r0, 16, %d0; mad.wide.u32 %d3, %r0, 16, %d1;
     ld.global.v4.b32 {%r1,%r2,%r3,%r4}, [%d2];
     ld.global.v2.b64 {%d4,%d5}, [%d2];
@@ -27,6 +29,7 @@ def test_widths_and_vectors() -> None:
     st.global.b64 [%d3+8], %d9;
     st.global.u16 [%d3+2], %h0; st.global.u8 [%d3+5], %r7; st.global.b8 [%d3+6], %h1;
     """
+    )
     run(entry(body, u64_params(2)), [src, dst])
     np.testing.assert_array_equal(dst, src)
 
@@ -34,11 +37,14 @@ def test_widths_and_vectors() -> None:
 def test_signed_bytes_extend() -> None:
     src = np.array([-1, -128, 127, 5] * 8, np.int8)
     dst = np.zeros(32, np.int32)
-    body = TID + """
+    body = (
+        TID
+        + """
     cvt.u64.u32 %d2, %r0; add.u64 %d2, %d2, %d0; ld.global.s8 %r1, [%d2];
     mad.wide.u32 %d3, %r0, 4, %d1; st.global.b32 [%d3], %r1;
     ld.global.s8 %h2, [%d0]; cvt.s32.s16 %r2, %h2; setp.ne.s32 %p0, %r2, -1; @%p0 trap;
     """
+    )
     run(entry(body, u64_params(2)), [src, dst])
     np.testing.assert_array_equal(dst, src.astype(np.int32))
 
@@ -182,12 +188,13 @@ def test_faults_name_the_place(name: str) -> None:
     with pytest.raises(MemoryFault) as e:
         run(ptx, [np.zeros(32, np.uint32)])
     message = str(e.value)
-    assert text in message and f"PTX line {line}" in message and "PE 0 CTA (0, 0, 0) warp 0" in message
+    assert text in message and f"PTX line {line}" in message
+    assert "PE 0 CTA (0, 0, 0) warp 0" in message
     assert e.value.report.warp_instructions >= 0
 
 
 def test_fault_names_source_line() -> None:
-    body = '.loc 1 77 3\nmov.u64 %d1, 16;\n.loc 1 78 3\nst.global.b32 [%d1], %r1;'
+    body = ".loc 1 77 3\nmov.u64 %d1, 16;\n.loc 1 78 3\nst.global.b32 [%d1], %r1;"
     ptx = entry(body) + '.file 1 "/some/where/mine.py"\n'
     with pytest.raises(MemoryFault, match=r"mine\.py:78"):
         run(ptx, [])
@@ -197,7 +204,8 @@ def test_use_after_release_and_read_only() -> None:
     x = np.zeros(32, np.uint32)
     world = World()
     addr = world.register(x, name="x")
-    kernel = Kernel.from_ptx(entry("ld.param.u64 %d0, [p0]; st.global.b32 [%d0], 1;", u64_params(1)))
+    store = "ld.param.u64 %d0, [p0]; st.global.b32 [%d0], 1;"
+    kernel = Kernel.from_ptx(entry(store, u64_params(1)))
     world.unregister(x)
     world.launch(pe=0, kernel=kernel, grid=1, block=32, args=[addr])
     with pytest.raises(MemoryFault, match="after its release"):
@@ -245,7 +253,8 @@ def test_torch_tensors_and_strided_arrays() -> None:
 
 
 def test_launch_arguments_are_checked() -> None:
-    kernel = Kernel.from_ptx(entry("", u64_params(1)) .replace("{\n.reg", ".reqntid 64, 1, 1\n{\n.reg", 1))
+    text = entry("", u64_params(1)).replace("{\n.reg", ".reqntid 64, 1, 1\n{\n.reg", 1)
+    kernel = Kernel.from_ptx(text)
     world = World()
     with pytest.raises(LaunchError, match="requires"):
         world.launch(pe=0, kernel=kernel, grid=1, block=32, args=[0])

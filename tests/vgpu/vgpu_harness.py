@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from megamoe.runtime.vgpu import Kernel, World
 
@@ -32,7 +33,7 @@ def run(text: str, args: list, block: int = 32, grid: int = 1, **kw) -> World:
     launch = {k: kw.pop(k) for k in ("smem", "cluster", "registers", "roles") if k in kw}
     world = World(**kw)
     for i, a in enumerate(args):
-        if isinstance(a, np.ndarray):
+        if isinstance(a, np.ndarray | torch.Tensor):
             world.register(a, name=f"p{i}")
     kernel = Kernel.from_ptx(text)
     world.launch(pe=0, kernel=kernel, grid=grid, block=block, args=args, **launch)
