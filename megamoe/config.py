@@ -122,8 +122,9 @@ class MoEConfig:
         capacity: rows of the pool of each PE, without the padding that the kernel adds per
             expert; None is `worst_case_rows`, which always fits. A call that needs more raises
             the same error on every PE; rows are never dropped.
-        invalid_ids: what an id >= E means on a CPU tensor: ``"mask"`` (the slot contributes
-            nothing, like an id < 0) or ``"error"``. On a CUDA tensor no id is read on the host.
+        invalid_ids: what an id >= E means: ``"error"`` (a `ValueError`, before the launch on CPU
+            tensors, else at the next look at the kernel's status, as no id of a CUDA tensor is
+            read on the host) or ``"mask"``. Either way the slot contributes nothing.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
@@ -144,7 +145,7 @@ class MoEConfig:
     weight_at: WeightAt = "act"
     expert_map: Sequence[tuple[int, int]] | None = None
     capacity: int | None = None
-    invalid_ids: InvalidIds = "mask"
+    invalid_ids: InvalidIds = "error"
 
     def __post_init__(self) -> None:
         def normalise(name: str, low: int, high: int | None = None) -> None:

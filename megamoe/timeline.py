@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 LANE = 0.8  # of the distance between two lanes
 PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777", "#332288")
 PALE = 0.25
-MAX_GAP = 1 / 2000  # of the whole picture: smaller gaps cannot be seen and are closed
+MAX_GAP = 1 / 200  # of the whole picture: shorter pauses of a warp are closed, or it shows dust
 
 
 class Activity(NamedTuple):

@@ -117,15 +117,16 @@ def test_half_the_tokens_masked(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("bad", [4, 5, 2**31 - 1])
 def test_ids_past_the_end(bad: int) -> None:
-    """I2: masked by default, refused by name in error mode."""
+    """I2: refused by name by default, masked in mask mode."""
+    mask = replace(CFG, invalid_ids="mask")
     inputs = make_inputs(CFG, tokens=[3, 2], integers=True)
     inputs.topk_ids[1][1, 0] = -1
     expected = moe_oracle(CFG, **inputs.kwargs)
     inputs.topk_ids[1][1, 0] = bad
-    for y_TH, expected_TH in zip(moe_oracle(CFG, **inputs.kwargs), expected, strict=True):
+    for y_TH, expected_TH in zip(moe_oracle(mask, **inputs.kwargs), expected, strict=True):
         assert torch.equal(y_TH, expected_TH)
     with pytest.raises(ValueError, match=rf"topk_ids\[1\]\[1, 0\]={bad}"):
-        moe_oracle(replace(CFG, invalid_ids="error"), **inputs.kwargs)
+        moe_oracle(CFG, **inputs.kwargs)
 
 
 def test_repeated_expert_in_one_token_counts_twice() -> None:

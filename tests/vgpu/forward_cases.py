@@ -47,6 +47,7 @@ class Case:
             expert_map=self.expert_map,
             activation=self.activation,
             capacity=self.capacity,
+            invalid_ids="mask",
         )
 
     def inputs(self, *, seed: int = 0, integers: bool = True) -> Inputs:
