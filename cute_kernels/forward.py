@@ -29,6 +29,7 @@ from megamoe.cute_kernels.mma_sm90 import math_role
 from megamoe.cute_kernels.pipelines import init_barriers
 from megamoe.cute_kernels.place import recv_and_place
 from megamoe.cute_kernels.problem import KernelConfig, Problem
+from megamoe.cute_kernels.roles import LOAD_WARP, PLACE_WARP, REDUCE_WARP
 from megamoe.cute_kernels.smem import (
     CTRL_EPOCH,
     CTRL_FLAG,
@@ -40,14 +41,6 @@ from megamoe.cute_kernels.smem import (
 from megamoe.cute_kernels.sync import Guard
 from megamoe.cute_kernels.workspace import local_block, symmetric_block
 
-LOAD_WARP = 0
-PLACE_WARP = 1
-REDUCE_WARP = 2
-ROLES = {
-    **{LOAD_WARP: "load", PLACE_WARP: "recv-and-place", 2: "reduce", 3: "reduce"},
-    **dict.fromkeys(range(SERVICE_WARPS, NUM_WARPS), "math"),
-}
-"""Warp → role after dispatch-send."""
 THREADS = NUM_WARPS * 32
 
 

@@ -14,11 +14,12 @@ from megamoe.cute_kernels.problem import (
     KernelConfig,
     Problem,
 )
+from megamoe.cute_kernels.roles import FIRST_MATH_WARP, WARPS
 
 SMEM_LIMIT = 232448
 """Shared memory a CTA may use on sm_90, bytes (CUDA programming guide, compute capability 9.0)."""
-NUM_WARPS = 12
-SERVICE_WARPS = 4
+NUM_WARPS = WARPS
+SERVICE_WARPS = FIRST_MATH_WARP
 MATH_WARPGROUPS = 2
 BF16_BYTES = 2
 A_STAGE_BYTES = BLOCK_N * BLOCK_K * BF16_BYTES

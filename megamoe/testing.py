@@ -8,7 +8,6 @@ Legend: T tokens, H hidden, I intermediate, G = 2I, L experts of one PE, K top-k
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,17 +19,15 @@ from megamoe.config import MoEConfig
 from megamoe.cute_kernels.image import Image
 from megamoe.cute_kernels.problem import KernelConfig, Problem
 from megamoe.lowering import kernel_problem
+from megamoe.runtime.cache import default_cache
 
 DEFAULT_GRID = 2
 DEFAULT_TIMEOUT_S = 300.0
 
 
-@functools.lru_cache(maxsize=64)
 def compiled(problem: Problem, config: KernelConfig | None = None) -> Image:
-    """The forward image of a problem; compiled once a process."""
-    from megamoe.cute_kernels.build import compile_forward
-
-    return compile_forward(problem=problem, config=config)
+    """The forward image of a problem, from the image cache."""
+    return default_cache().get_or_compile(problem, config)
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class VgpuMoE:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         config: KernelConfig | None = None,
     ):
-        from megamoe.cute_kernels.forward import ROLES
+        from megamoe.cute_kernels.roles import ROLES
         from megamoe.runtime.devices.vgpu import VgpuDevice
         from megamoe.runtime.local_group import LocalGroup
         from megamoe.runtime.vgpu.world import World

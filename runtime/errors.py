@@ -16,3 +16,7 @@ class PoolCapacityError(MegaMoEError):
 
 class InvalidExpertId(MegaMoEError, ValueError):
     """The kernel met an expert id ≥ E. The slot was treated as masked."""
+
+
+class CompilerMissing(MegaMoEError):
+    """An image is in no cache and this machine has no compiler to make it."""

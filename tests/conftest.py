@@ -1,1 +1,9 @@
-"""Puts this folder on the import path, so that every kind of test shares `case_data`."""
+"""Puts this folder on the import path, so that every kind of test shares `case_data`, and keeps the
+images that tests compile: one compilation serves all workers and the next run."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault(
+    "MEGAMOE_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "megamoe")
+)

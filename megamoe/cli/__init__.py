@@ -3,6 +3,7 @@
 import click
 
 from megamoe import __version__
+from megamoe.cli.cache import cache_command
 from megamoe.cli.compile import compile_command
 from megamoe.cli.demo import demo_command
 
@@ -15,3 +16,4 @@ def main() -> None:
 
 main.add_command(demo_command)
 main.add_command(compile_command)
+main.add_command(cache_command)
