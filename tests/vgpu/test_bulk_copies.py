@@ -323,6 +323,7 @@ barrier.cluster.wait.aligned;
 
 
 LOAD = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes"
+STORE = "cp.async.bulk.global.shared::cta.bulk_group"
 
 
 @pytest.mark.parametrize(
@@ -334,7 +335,11 @@ LOAD = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes"
         (f"{LOAD} [%r1], [%d0+48], 32, [%r2];", MemoryFault, "out of bounds"),
         (f"{LOAD} [%r1+8176], [%d0], 64, [%r2];", MemoryFault, "out of bounds"),
         (f"{LOAD} [%r1], [%d0], 16, [%r1];", SyncError, "no initialised mbarrier"),
-        ("cp.async.bulk.global.shared::cta.bulk_group [%d0+64], [%r1], 16;", MemoryFault, "past the end"),
+        (
+            "cp.async.bulk.global.shared::cta.bulk_group [%d0+64], [%r1], 16;",
+            MemoryFault,
+            "past the end",
+        ),
     ],
 )
 def test_faults(copy: str, error: type[Exception], text: str) -> None:
