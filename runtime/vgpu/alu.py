@@ -220,58 +220,6 @@ def shift(ins: Instruction, op: Opcode) -> Op:
     return make(ins, emit)
 
 
-def shf(ins: Instruction, op: Opcode) -> Op:
-    """Funnel shifts."""
-    if op.has("l") == op.has("r") or op.has("wrap") == op.has("clamp"):
-        raise unsupported(ins, "needs one of .l .r and one of .wrap .clamp")
-    args = f"{{}},{{}},{{}},{op.has('l')},{op.has('wrap')}"
-    return simple(ins, "u32", ["u32"] * 3, f"sshf({args})", f"vshf({args})")
-
-
-def bits(ins: Instruction, op: Opcode) -> Op:
-    """Bit fields, counts, permutes and three-input logic."""
-    name = op.family
-    kinds = [m for m in op.mods if m[0] in "bus" and m[1:].isdigit()]
-    kind = kinds[0] if kinds else "b32"
-    u, width = uint(kind), int(kind[1:])
-    signed = kind[0] == "s"
-    if name == "bfe":
-        vector = f"vbfe({{}},{{}},{{}},{signed})"
-        return simple(ins, u, [u, "u32", "u32"], f"sbfe({{}},{{}},{{}},{width},{signed})", vector)
-    if name == "bfi":
-        scalar = f"sbfi({{}},{{}},{{}},{{}},{width})"
-        return simple(
-            ins, u, [u, u, "u32", "u32"], scalar, f"vbfi(widen({{}},U{width // 8}),{{}},{{}},{{}})"
-        )
-    if name == "bfind":
-        tail = f"{signed},{op.has('shiftamt')}"
-        return simple(ins, "u32", [u], f"sbfind({{}},{width},{tail})", f"vbfind({{}},{tail})")
-    if name == "brev":
-        return simple(ins, u, [u], f"brev({{}},{width})", "vbrev({})")
-    if name == "clz":
-        return simple(ins, "u32", [u], f"{width}-{{}}.bit_length()", "vclz({})")
-    if name == "popc":
-        return simple(ins, "u32", [u], "({}).bit_count()", "vpopc({})")
-    if name == "prmt":
-        mode = next((m for m in op.mods if m != "b32"), "")
-        args = f"{{}},{{}},{{}},{mode!r}"
-        return simple(ins, "u32", ["u32"] * 3, f"sprmt({args})", f"vprmt({args})")
-    if name == "lop3":
-        if not isinstance(ins.operands[-1], Imm):
-            raise unsupported(ins, "the table must be an immediate")
-        args = "{},{},{},{}"
-        return simple(ins, "u32", ["u32"] * 4, f"slop3({args})", f"lop3({args})")
-    raise unsupported(ins, "not supported")
-
-
-def dot(ins: Instruction, op: Opcode) -> Op:
-    """dp4a and dp2a."""
-    a, b = the_types(ins, op, 2)
-    n = 4 if op.family == "dp4a" else 2
-    args = f"{{}},{{}},{{}},{a == 's32'},{b == 's32'},{n},{int(op.has('hi'))}"
-    return simple(ins, "u32", ["u32"] * 3, None, f"dp({args})")
-
-
 _COMPARE = {
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
     "lo": "<", "ls": "<=", "hi": ">", "hs": ">=",
@@ -440,8 +388,7 @@ DECODERS: dict[str, Decoder] = {
     "add": add_sub, "sub": add_sub, "addc": add_sub, "subc": add_sub, "mul": mul, "mad": mul,
     "mul24": mul24, "mad24": mul24, "sad": sad, "div": div_rem, "rem": div_rem, "min": min_max,
     "max": min_max, "abs": abs_neg, "neg": abs_neg, "and": logic, "or": logic, "xor": logic,
-    "not": logic, "cnot": logic, "lop3": bits, "shl": shift, "shr": shift, "shf": shf,
-    "bfe": bits, "bfi": bits, "bfind": bits, "brev": bits, "clz": bits, "popc": bits,
-    "prmt": bits, "dp4a": dot, "dp2a": dot, "setp": compare, "set": compare, "selp": select,
+    "not": logic, "cnot": logic, "shl": shift, "shr": shift, "setp": compare, "set": compare,
+    "selp": select,
     "slct": select, "mov": mov,
 }  # fmt: skip

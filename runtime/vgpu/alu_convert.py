@@ -39,9 +39,9 @@ def integers(ins: Instruction, op: Opcode, to: str, src: str) -> Op:
     def emit(e: Emitter) -> None:
         x = e.val(a, src)
         if op.has("sat"):
-            low, high = (-(1 << tw - 1), (1 << tw - 1) - 1) if ts else (0, (1 << tw) - 1)
+            least, most = (-(1 << tw - 1), (1 << tw - 1) - 1) if ts else (0, (1 << tw) - 1)
             if e.scalar(a):
-                e.put(dst, f"max({low},min({high},{x}))", to, True)
+                e.put(dst, f"max({least},min({most},{x}))", to, True)
             else:
                 e.put(dst, f"convert.saturate_int({x},{tw},{ts})", to, False)
             return

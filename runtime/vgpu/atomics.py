@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megamoe.runtime.vgpu import lanes as ln
+from megamoe.runtime.vgpu import lanes_float as ln
 from megamoe.runtime.vgpu.access import SHIFT, Access, fault, region_of
 
 if TYPE_CHECKING:

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megamoe.runtime.vgpu import lanes
+from megamoe.runtime.vgpu import convert, lanes, lanes_float, lanes_int
 from megamoe.runtime.vgpu.isa import unsupported
 from megamoe.runtime.vgpu.ptx_ast import Imm, Instruction, Reg, Special, Sym
 
 if TYPE_CHECKING:
     from megamoe.runtime.vgpu.program import Program
 
-NAMESPACE: dict[str, Any] = {
-    name: getattr(lanes, name) for name in dir(lanes) if not name.startswith("__")
-}
+NAMESPACE: dict[str, Any] = {"convert": convert}
+for _module in (lanes, lanes_int, lanes_float):
+    NAMESPACE.update({k: v for k, v in vars(_module).items() if not k.startswith("__")})
 NAMESPACE["np"] = np
 
 _VIEW = {

@@ -15,7 +15,8 @@ from megamoe.runtime.vgpu.warp import Warp
 from megamoe.runtime.vgpu.warpgroup import Warpgroup
 
 if TYPE_CHECKING:
-    from megamoe.runtime.vgpu.world import Launch, World
+    from megamoe.runtime.vgpu.launch import Launch
+    from megamoe.runtime.vgpu.world import World
 
 REGISTERS = 65536
 

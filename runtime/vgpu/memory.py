@@ -23,6 +23,7 @@ LOCAL_WINDOW = 0x0200_0000_0000
 WINDOW_SIZE = 1 << 32
 GUARD = 4096
 ALIGN = 256
+_CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 class Region:
@@ -40,17 +41,18 @@ class Region:
         self.data, self.name, self.pe, self.kind = data, name, pe, kind
         self.writable = bool(data.flags.writeable)
         self.array: Any = None
-        self.itemsize, self.shape = 1, (len(data),)
+        self.itemsize = 1
+        self.shape: tuple[int, ...] = (len(data),)
         self.released = False
         # Index with the access size. Whole elements only: a tail shorter than one is reached
         # through a narrower view.
         self.views: dict[int, Any] = {}
         self.cells: dict[int, Any] = {}
-        for size in (1, 2, 4, 8):
+        for size, code in _CODES.items():
             part = data[: len(data) // size * size]
             self.views[size] = part.view(f"u{size}")
-            cell = memoryview(part)
-            self.cells[size] = cell.cast("BHIQ"[(1, 2, 4, 8).index(size)]) if len(part) else cell
+            cell: Any = part.data
+            self.cells[size] = cell.cast(code) if len(part) else cell
         # 16-byte rows for ld.v4.b32 and ld.v2.b64, 8-byte rows for v2.b32.
         self.views[16] = data[: len(data) // 16 * 16].reshape(-1, 16)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from megamoe.runtime.vgpu import (
     alu,
+    alu_bits,
     alu_convert,
     alu_float,
     ops_async,
@@ -24,6 +25,7 @@ from megamoe.runtime.vgpu.ptx_ast import Entry, Instruction, Module, Sym
 
 DECODERS = {
     **alu.DECODERS,
+    **alu_bits.DECODERS,
     **alu_float.DECODERS,
     **alu_convert.DECODERS,
     **ops_control.DECODERS,
@@ -212,7 +214,8 @@ class Program:
                 break
             v.last = self.blocks[nxt]
             v.ops += self.ops[v.last.start : v.last.end]
-        reads, written = set(), set()
+        reads: set[int] = set()
+        written: set[int] = set()
         for op in v.ops:
             reads |= op.reads - written
             if op.ins.guard is None:

@@ -179,7 +179,7 @@ def lane_values(w: Warp, *values: Any) -> list[tuple]:
     """One tuple of numbers per active lane."""
     bits = w.cur.bits
     lanes = [i for i in range(32) if bits >> i & 1]
-    columns = [
+    columns: list[Any] = [
         v if type(v) is int else [int(v[i]) for i in lanes] for v in values
     ]  # fmt: skip
     return [tuple(c if type(c) is int else c[k] for c in columns) for k in range(len(lanes))]

@@ -122,8 +122,8 @@ class Warp:
         """Run up to ``budget`` blocks, or until all lanes wait, poll in vain, or have left."""
         blocks, regs = self.program.blocks, self.regs
         self.stop = self.spinning = False
-        g = self.cur
-        if len(self.groups) != 1 or g.dead or g.waiting is not None:
+        g: Group | None = self.cur
+        if len(self.groups) != 1 or self.cur.dead or self.cur.waiting is not None:
             g = self.pick()
         while g is not None and budget > 0:
             budget -= 1

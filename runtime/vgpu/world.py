@@ -3,51 +3,34 @@
 from __future__ import annotations
 
 import random
-import struct
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megamoe.runtime.vgpu import asyncops
 from megamoe.runtime.vgpu.cta import Cluster, Cta
-from megamoe.runtime.vgpu.errors import Deadlock, LaunchError, VgpuError
+from megamoe.runtime.vgpu.errors import Deadlock, VgpuError
 from megamoe.runtime.vgpu.kernel import Kernel
-from megamoe.runtime.vgpu.memory import AddressSpace, Region, byte_view
-from megamoe.runtime.vgpu.ptx_ast import Instruction, Param
+from megamoe.runtime.vgpu.launch import (
+    REGISTERS,
+    SM_SMEM,
+    SM_THREADS,
+    Launch,
+    check_launch,
+    dims3,
+    pack,
+)
+from megamoe.runtime.vgpu.memory import AddressSpace, byte_view
+from megamoe.runtime.vgpu.ptx_ast import Instruction
 from megamoe.runtime.vgpu.report import Report, collect, deadlock_text
 from megamoe.runtime.vgpu.schedule import make_scheduler
-from megamoe.runtime.vgpu.tensormap import TensorMap
 from megamoe.runtime.vgpu.warp import Group, Warp
 
 COMPLETIONS = ("eager", "late", "random")
-SMEM_LIMIT = 232448
-SM_SMEM = 233472
-MAX_THREADS = 1024
-SM_THREADS = 2048
-REGISTERS = 65536
 _TICK_NS = 100
 _SLOW_ROUNDS = 16
-
-
-@dataclass
-class Launch:
-    """One kernel launch and what its CTAs share."""
-
-    pe: int
-    kernel: Kernel
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    cluster: tuple[int, int, int]
-    smem: int
-    registers: int
-    roles: dict[int, str]
-    param_base: int
-    params: dict[int, Any]
-    region: Region
-    globals: dict[str, int]
 
 
 class World:
@@ -101,7 +84,7 @@ class World:
         """
         data, _, itemsize, shape = byte_view(array)
         region = self.memory.add(data, name, pe)
-        region.array, region.itemsize, region.shape = array, itemsize, shape or (1,)
+        region.array, region.itemsize, region.shape = array, itemsize, shape
         self.memory.by_pointer[_pointer(array)] = region
         if self.detector is not None:
             self.detector.region_added(region, True)
@@ -157,27 +140,9 @@ class World:
         bytes, registered arrays (their address), :class:`TensorMap`. ``registers`` per thread are
         for ``setmaxnreg``; the default is what a full SM allows. ``roles`` names warps.
         """
-        grid3, block3, cluster3 = _dims(grid), _dims(block), _dims(cluster)
-        threads = block3[0] * block3[1] * block3[2]
-        want = kernel.entry.directives.get("reqntid")
-        if want is not None and tuple(want) + (1,) * (3 - len(want)) != block3:
-            raise LaunchError(f"block={block3}: the kernel requires {want}")
-        if not 1 <= threads <= MAX_THREADS:
-            raise LaunchError(f"block={block3}: {threads} threads, allowed 1 to {MAX_THREADS}")
-        for g, c in zip(grid3, cluster3, strict=True):
-            if g < 1 or c < 1 or g % c:
-                raise LaunchError(f"grid={grid3} is not a multiple of cluster={cluster3}")
-        if cluster3[0] * cluster3[1] * cluster3[2] > 16:
-            raise LaunchError(f"cluster={cluster3}: at most 16 CTAs")
-        program = kernel.program
-        total = program.smem_dynamic - 1024 + smem
-        if total > SMEM_LIMIT or smem < 0:
-            raise LaunchError(f"smem={smem}: {total} bytes with static ones, limit {SMEM_LIMIT}")
-        warps = -(-threads // 32)
-        if registers is None:
-            limit = kernel.entry.directives.get("maxnreg", (0,))[0]
-            registers = limit or min(255, REGISTERS // (32 * warps)) // 8 * 8
-        block_bytes = self.pack(kernel, args)
+        grid3, block3, cluster3 = dims3(grid), dims3(block), dims3(cluster)
+        registers = check_launch(kernel, grid3, block3, cluster3, smem, registers)
+        block_bytes = pack(kernel, args, self.address_of)
         region = self.memory.add_params(block_bytes, pe)
         region.writable = False
         cells = {k: region.cells[k] for k in (1, 2, 4, 8)}
@@ -185,41 +150,6 @@ class World:
             Launch(pe, kernel, grid3, block3, cluster3, smem, registers, dict(roles or {}),
                    region.base, cells, region, self.globals_of(pe, kernel))
         )  # fmt: skip
-
-    def pack(self, kernel: Kernel, args: list[Any]) -> np.ndarray:
-        """The parameter block."""
-        params = kernel.entry.params
-        if len(args) != len(params):
-            names = ", ".join(f"{p.type}[{p.size}]" for p in params)
-            raise LaunchError(f"{len(args)} arguments, the kernel takes {len(params)}: {names}")
-        # Rounded up, so that reads of the last bytes work in any size.
-        out = np.zeros(-(-max(kernel.entry.param_bytes, 8) // 16) * 16, np.uint8)
-        for i, (p, value) in enumerate(zip(params, args, strict=True)):
-            raw = self.argument(i, p, value)
-            out[p.offset : p.offset + p.size] = np.frombuffer(raw, np.uint8)
-        return out
-
-    def argument(self, i: int, p: Param, value: Any) -> bytes:
-        """One parameter's bytes."""
-        if isinstance(value, TensorMap):
-            value = value.to_bytes(self.address_of(value.array))
-        if isinstance(value, (bytes, bytearray)):
-            if len(value) > p.size:
-                raise LaunchError(f"argument {i}: {len(value)} bytes for {p.size}")
-            return bytes(value).ljust(p.size, b"\0")
-        if isinstance(value, (float, np.floating)):
-            return struct.pack("<d" if p.size == 8 else "<f", float(value))
-        if isinstance(value, (bool, int, np.integer)):
-            number = int(value)
-            if not -(1 << 8 * p.size - 1) <= number < 1 << 8 * p.size:
-                raise LaunchError(f"argument {i}: {number} does not fit in {p.size} bytes")
-            return (number & ((1 << 8 * p.size) - 1)).to_bytes(p.size, "little")
-        if value is None:
-            return bytes(p.size)
-        try:
-            return self.address_of(value).to_bytes(p.size, "little")
-        except (KeyError, OverflowError) as e:
-            raise LaunchError(f"argument {i}: {e}") from None
 
     def globals_of(self, pe: int, kernel: Kernel) -> dict[str, int]:
         """Addresses of a module's global and constant variables on a PE."""
@@ -435,15 +365,6 @@ class World:
         """Complete whatever is left."""
         while self.pending:
             self.complete_one(0)
-
-
-def _dims(value: Any) -> tuple[int, int, int]:
-    if isinstance(value, int):
-        value = (value,)
-    out = tuple(int(v) for v in value)
-    if not 1 <= len(out) <= 3:
-        raise LaunchError(f"{value!r}: 1 to 3 dimensions")
-    return (*out, 1, 1)[:3] if len(out) < 3 else (out[0], out[1], out[2])
 
 
 def _pointer(array: Any) -> int:
