@@ -16,6 +16,7 @@ from megamoe.runtime.vgpu import (
     ops_async,
     ops_control,
     ops_memory,
+    ops_remote,
     ops_sync,
 )
 from megamoe.runtime.vgpu.codegen import NAMESPACE, Emitter
@@ -32,6 +33,7 @@ DECODERS = {
     **ops_memory.DECODERS,
     **ops_sync.DECODERS,
     **ops_async.DECODERS,
+    **ops_remote.DECODERS,
 }
 SMEM_START = 1024  # the first bytes of the shared window are the system's
 _CHAIN_LIMIT = 256  # ops in one function: bounds code duplication through fall-through
