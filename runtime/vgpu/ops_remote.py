@@ -7,6 +7,7 @@ lies in the same CTA as the destination; the completion policy says when.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megamoe.runtime.vgpu.alu import Decoder
@@ -44,7 +45,7 @@ def remote_store(
             )
         region, off = span(w, ins, "shared", d, nbytes, lane, nbytes, write=True)
         op = AsyncOp(
-            w, ins, "st.async", lambda bits=bits: bits, writer(region, off, size, reduce),
+            w, ins, "st.async", partial(list, bits), writer(region, off, size, reduce),
             [(mbarrier_at(w, ins, b), nbytes)],
         )  # fmt: skip
         op.track = (None, 0, nbytes, [(region, off)])
