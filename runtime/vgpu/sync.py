@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megamoe.runtime.vgpu.errors import SyncError
 from megamoe.runtime.vgpu.ptx_ast import Instruction
 
@@ -98,6 +100,9 @@ class NamedBarrier(Waitable):
 
     def arrive(self, w: Warp, ins: Instruction, threads: int, expected: int | None) -> None:
         """Count arriving threads; completes the barrier with the last."""
+        if self.arrived and {expected, self.expected} == {None, w.cta.threads}:
+            # Naming all threads is the same as naming no count.
+            expected = self.expected = None
         if self.arrived and expected != self.expected:
             raise SyncError(
                 f"{w.place()}: {ins.opcode} expects {expected} threads, others "
@@ -274,22 +279,20 @@ def mbar_test(w: Warp, ins: Instruction, address: Any, token: Any, parity: bool,
     if type(address) is int and type(token) is int:
         bar = mbarrier_at(w, ins, address)
         done: Any = _completed(bar, token, parity)
-        some = done
+        passed = [bar] if done else []
     else:
-        import numpy as np
-
-        done, some, k = np.zeros(32, np.bool_), False, 0
-        for lane in range(32):
-            if g.bits >> lane & 1:
-                addr, tok = lane_values(w, address, token)[k]
-                k += 1
-                bar = mbarrier_at(w, ins, addr)
-                done[lane] = _completed(bar, tok, parity)
-                some = some or bool(done[lane])
-    if some:
+        done, passed = np.zeros(32, np.bool_), []
+        lanes = np.flatnonzero(g.mask).tolist()
+        for lane, (addr, tok) in zip(lanes, lane_values(w, address, token), strict=True):
+            bar = mbarrier_at(w, ins, addr)
+            if _completed(bar, tok, parity):
+                done[lane] = True
+                passed.append(bar)
+    if passed:
         g.timed_out = False
         if w.world.detector is not None:
-            w.world.detector.mbarrier_wait(w, ins, bar)
+            for bar in passed:
+                w.world.detector.mbarrier_wait(w, ins, bar)
         return done
     if not wait:
         w.spin()

@@ -223,7 +223,7 @@ class Warp:
         g.waiting, g.ins, g.timed = what, ins, timed
         what.waiters.append(g)
         if timed:
-            self.world.timed.add(g)
+            self.world.timed[g] = None
 
     def lanes_missing(self, members: int) -> bool:
         """Suspend the current group if live lanes of the mask are elsewhere."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from megamoe.runtime.vgpu import asyncops
 from megamoe.runtime.vgpu.cta import Cluster, Cta
+from megamoe.runtime.vgpu.detector import Detector
 from megamoe.runtime.vgpu.errors import Deadlock, VgpuError
 from megamoe.runtime.vgpu.kernel import Kernel
 from megamoe.runtime.vgpu.launch import (
@@ -39,12 +40,15 @@ class World:
     ``schedule`` is ``round_robin``, ``random`` or ``starve``; ``completion`` says when asynchronous
     operations take effect: ``eager``, ``late`` or ``random``. Both are reproduced by ``seed``.
     ``sms`` is the number of SMs of a PE; CTAs that do not fit start when others end.
-    ``stuck_seconds``: logical time without progress after which a run counts as deadlocked.
+    ``stuck_seconds``: logical time without progress after which a run counts as deadlocked;
+    ``stall_instructions``: so many warp instructions in a row without a store, an arrival or any
+    other effect count as a deadlock too (a loop that polls with plain loads).
     """
 
     def __init__(
         self, pes: int = 1, seed: int = 0, schedule: str = "round_robin",
         completion: str = "eager", sms: int = 132, stuck_seconds: float = 3600.0,
+        stall_instructions: int = 20_000_000,
     ) -> None:  # fmt: skip
         if completion not in COMPLETIONS:
             raise ValueError(f"completion={completion!r}: allowed are {', '.join(COMPLETIONS)}")
@@ -53,8 +57,9 @@ class World:
         make_scheduler(schedule, seed)
         self.pes, self.seed, self.schedule, self.completion = pes, seed, schedule, completion
         self.sms, self.stuck_ns = sms, int(stuck_seconds * 1e9)
+        self.stall_instructions = stall_instructions
         self.memory = AddressSpace(pes)
-        self.detector: Any = None
+        self.detector: Detector | None = None
         self.now = 1_000_000
         self.runs = 0
         self.launches: list[Launch] = []
@@ -66,7 +71,8 @@ class World:
         self.random = random.Random(self.seed * 7919 + self.runs)
         self.scheduler = make_scheduler(self.schedule, self.seed + self.runs)
         self.pending: deque[asyncops.AsyncOp] = deque()
-        self.timed: set[Group] = set()
+        # Insertion order, not a set: wake-ups must not depend on object addresses.
+        self.timed: dict[Group, None] = {}
         self.live_ctas: list[Cta] = []
         self.queued_ctas: deque[Cluster] = deque()
         self.all_warps: list[Warp] = []
@@ -74,7 +80,9 @@ class World:
         self.stored = [[0] * self.pes + [0] for _ in range(self.pes)]
         self.async_counts: dict[str, list[int]] = {}
         self.progress = self.ticks = self.wgmma_flops = 0
-        self.idle_rounds = 0
+        self.idle_rounds = self.idle_start = 0
+        self.stuck_progress = self.watched_progress = -1
+        self.watched_tick = 0
 
     # -- memory ------------------------------------------------------------------------------
     def register(self, array: Any, name: str = "array", pe: int = 0) -> int:
@@ -246,14 +254,22 @@ class World:
             turn = scheduler.next()
             if turn is not None:
                 self.turn(*turn)
+                if self.ticks - self.watched_tick > self.stall_instructions:
+                    self.watch()
                 continue
             before = self.progress
             for w in scheduler.take_spinners():
                 self.turn(w, 64)
             if self.progress == before and not scheduler.ready:
                 self.stuck()
-            else:
-                self.idle_rounds = 0
+
+    def watch(self) -> None:
+        """Give up on code that runs for very long without any effect."""
+        if self.progress == self.watched_progress:
+            raise Deadlock(
+                deadlock_text(self, f"{self.stall_instructions} instructions without any effect")
+            )
+        self.watched_progress, self.watched_tick = self.progress, self.ticks
 
     def turn(self, w: Warp, quantum: int) -> None:
         """One quantum of a warp."""
@@ -291,7 +307,7 @@ class World:
         g.waiting = None
         if g.timed:
             g.timed = False
-            self.timed.discard(g)
+            self.timed.pop(g, None)
         g.warp.spinning = False
         self.scheduler.add(g.warp)
 
@@ -303,8 +319,8 @@ class World:
             return
         if not self.timed and not self.scheduler.spinners:
             raise Deadlock(deadlock_text(self, "every warp waits"))
-        if self.idle_rounds == 0:
-            self.idle_start = self.now
+        if self.progress != self.stuck_progress:
+            self.stuck_progress, self.idle_rounds, self.idle_start = self.progress, 0, self.now
         self.idle_rounds += 1
         self.now += 1000 << max(0, self.idle_rounds - _SLOW_ROUNDS)
         if self.now - self.idle_start > self.stuck_ns:

@@ -265,6 +265,18 @@ def test_misuse_is_an_error() -> None:
                   "A: bar.sync 1, 96;", u64_params(1)), [0], block=96)  # fmt: skip
 
 
+def test_a_loop_without_effect_is_a_deadlock() -> None:
+    spin = """ld.param.u64 %d0,[p0]; W: ld.global.u32 %r1,[%d0]; setp.eq.u32 %p0,%r1,0;
+    @%p0 bra W;"""
+    with pytest.raises(Deadlock, match="without any effect"):
+        run(entry(spin, u64_params(1)), [np.zeros(1, np.uint32)], stall_instructions=20000)
+
+
+def test_all_threads_may_be_counted_or_not() -> None:
+    body = START + "setp.eq.u32 %p0, %r1, 0; @%p0 bra A; bar.sync 0; exit; A: bar.sync 0, 96;"
+    run(entry(body, u64_params(1)), [0], block=96)
+
+
 def test_runs_are_reproduced_by_seed() -> None:
     body = (
         START
