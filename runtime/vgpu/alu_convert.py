@@ -221,7 +221,8 @@ def cvta(ins: Instruction, op: Opcode) -> Op:
     """Between a space's own addresses and generic ones."""
     count(ins, 2)
     dst, a = ins.operands
-    space = next((m for m in op.mods if m not in ("to", "u64", "u32")), None)
+    space = next((m for m in op.mods if m not in ("to", "u64", "u32")), "")
+    space = space.partition("::")[0]  # one window for shared::cta and shared::cluster
     if not isinstance(dst, Reg) or op.has("u32"):
         raise unsupported(ins, "only 64-bit addresses are supported")
 

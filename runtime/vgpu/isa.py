@@ -74,7 +74,7 @@ _TABLE = {
         " e4m3x2 e5m2x2"
     ),
     "cvt.pack": "sat u8 s8 u16 s16 s32 b32",
-    "cvta": "to global shared local const param u64 u32",
+    "cvta": "to global shared shared::cta shared::cluster local const param u64 u32",
     # float
     "fma": f"{_FLOAT} rn ftz sat relu",
     "ex2": "approx ftz f32 f16 f16x2 bf16 bf16x2",

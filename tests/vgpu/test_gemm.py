@@ -52,13 +52,17 @@ def run(
         world.register(tensor, name=name, pe=0)
     box, swizzle = output_box(c)
     maps = [
-        TensorMap(a.T if c.a_mn else a, box=operand_box(c, c.tile_m, c.a_mn), swizzle=c.swizzle),
+        TensorMap(
+            a.T if c.a_mn else a,
+            box=operand_box(c, c.tile_m // c.cluster, c.a_mn),
+            swizzle=c.swizzle,
+        ),
         TensorMap(b.T if c.b_mn else b, box=operand_box(c, c.tile_n, c.b_mn), swizzle=c.swizzle),
         TensorMap(d, box=box, swizzle=swizzle),
     ]
     world.launch(
         pe=0, kernel=kernel_of(c), grid=(ctas, 1, 1), block=(THREADS, 1, 1), smem=c.smem_bytes,
-        args=maps,
+        cluster=(c.cluster, 1, 1), args=maps,
     )  # fmt: skip
     report = world.run()
     want = (a.float() @ b.float().T).to(torch.bfloat16)
@@ -115,6 +119,18 @@ def test_descriptors_of_every_swizzle_and_major(swizzle: int, a_mn: bool, b_mn: 
 def test_more_ctas_than_tiles_and_fewer() -> None:
     for ctas in (1, 3, 8):
         run(PLAIN, ctas=ctas)
+
+
+MULTICAST = GemmConfig(200, 456, 64 * 9, cluster=2)
+
+
+@pytest.mark.parametrize("completion", ["eager", "late", "random"])
+@pytest.mark.parametrize("schedule", ["round_robin", "random", "starve"])
+def test_clusters_of_two_share_a_by_multicast(schedule: str, completion: str) -> None:
+    """Two m tiles × two pairs of n tiles, ragged; each CTA loads half of A for both."""
+    for ctas in (2, 4):
+        report = run(MULTICAST, ctas=ctas, seed=5, schedule=schedule, completion=completion)
+        assert any("multicast" in name for name in report.async_ops)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float32, Int32, cute, pipeline
+from cutlass import BFloat16, Float32, Int16, Int32, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -28,7 +28,8 @@ class GemmConfig:
     """Static sizes: D [m, n] over k, CTA tile tile_m × tile_n × tile_k.
 
     ``swizzle`` is that of the operands, 0, 32, 64 or 128 bytes; ``a_mn`` and ``b_mn`` choose the
-    transposed operand forms.
+    transposed operand forms. ``cluster`` = 2: two CTAs work on neighbouring n tiles and each loads
+    half of their common A tile for both by multicast.
     """
 
     m: int
@@ -42,11 +43,17 @@ class GemmConfig:
     a_mn: bool = False
     b_mn: bool = False
     m_major: bool = False
+    cluster: int = 1
 
     @property
     def epi_tiles(self) -> int:
         """Pieces of 128 × 32 in which a tile leaves."""
         return (self.tile_m // EPI_M) * (self.tile_n // EPI_N)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles along m, and along n in units of a cluster's tiles."""
+        return -(-self.m // self.tile_m), -(-self.n // (self.tile_n * self.cluster))
 
     @property
     def smem_bytes(self) -> int:
@@ -90,8 +97,9 @@ class Gemm:
         c = self.c
         a, b, d = self._layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        load_a = cpasync.CopyBulkTensorTileG2SMulticastOp() if c.cluster > 1 else load
         atom_a, t_a = cpasync.make_tiled_tma_atom(
-            load, m_a, cute.slice_(a, (None, None, 0)), (c.tile_m, c.tile_k)
+            load_a, m_a, cute.slice_(a, (None, None, 0)), (c.tile_m, c.tile_k), c.cluster
         )
         atom_b, t_b = cpasync.make_tiled_tma_atom(
             load, m_b, cute.slice_(b, (None, None, 0)), (c.tile_n, c.tile_k)
@@ -100,8 +108,9 @@ class Gemm:
             store, m_d, cute.slice_(d, (None, None, 0)), (EPI_M, EPI_N)
         )
         self.kernel(atom_a, t_a, atom_b, t_b, atom_d, t_d).launch(
-            grid=(ctas, 1, 1), block=(THREADS, 1, 1), smem=c.smem_bytes, min_blocks_per_mp=1
-        )
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), cluster=(c.cluster, 1, 1),
+            smem=c.smem_bytes, min_blocks_per_mp=1,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(self, atom_a, t_a, atom_b, t_b, atom_d, t_d):
@@ -115,10 +124,18 @@ class Gemm:
         producer, consumer = pipeline.PipelineTmaAsync.create(
             num_stages=c.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, MATH_THREADS // 32),
+            # Every math warp releases a stage in all CTAs that write into it.
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, MATH_THREADS // 32 * c.cluster
+            ),
             tx_count=(c.tile_m + c.tile_n) * c.tile_k * 2,
             barrier_storage=ring,
+            cta_layout_vmnk=cute.make_layout((1, 1, c.cluster, 1)),
+            defer_sync=True,
         ).make_participants()
+        cluster_shape = cute.make_layout((1, c.cluster))
+        pipeline.pipeline_init_arrive(cluster_shape_mn=cluster_shape, is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=cluster_shape)
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index < MATH_THREADS // 32:
             cute.arch.setmaxregister_increase(232)
@@ -128,31 +145,40 @@ class Gemm:
             if warp_index == MATH_THREADS // 32:
                 self.load(s_a, s_b, producer, atom_a, t_a, atom_b, t_b)
 
+    def tile_range(self):
+        """First tile, step, and this CTA's rank in its cluster (which share their tiles)."""
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        size = self.c.cluster
+        return block // size, grid // size, block % size
+
     @cute.jit
     def load(self, s_a, s_b, producer, atom_a, t_a, atom_b, t_b):
         """One warp: every k tile of this CTA's output tiles."""
         c = self.c
-        tiles_m, tiles_n = -(-c.m // c.tile_m), -(-c.n // c.tile_n)
+        tiles_m, tiles_n = c.tiles
         one = cute.make_layout(1)
         g_a = cute.local_tile(t_a, (c.tile_m, c.tile_k), (None, None))
         g_b = cute.local_tile(t_b, (c.tile_n, c.tile_k), (None, None))
+        first, step, rank = self.tile_range()
         to_a, from_a = cpasync.tma_partition(
-            atom_a, 0, one, cute.group_modes(s_a, 0, 2), cute.group_modes(g_a, 0, 2)
-        )
+            atom_a, rank, cute.make_layout(c.cluster),
+            cute.group_modes(s_a, 0, 2), cute.group_modes(g_a, 0, 2),
+        )  # fmt: skip
         to_b, from_b = cpasync.tma_partition(
             atom_b, 0, one, cute.group_modes(s_b, 0, 2), cute.group_modes(g_b, 0, 2)
         )
-        first, _, _ = cute.arch.block_idx()
-        step, _, _ = cute.arch.grid_dim()
+        mask = Int16((1 << c.cluster) - 1) if c.cluster > 1 else None
         for tile in cutlass.range(first, tiles_m * tiles_n, step, unroll=1):
+            n_tile = tile // tiles_m * c.cluster + rank
             for k in cutlass.range(-(-c.k // c.tile_k), unroll=1):
                 h = producer.acquire_and_advance()
                 cute.copy(
                     atom_a, from_a[None, tile % tiles_m, k], to_a[None, h.index],
-                    tma_bar_ptr=h.barrier,
+                    tma_bar_ptr=h.barrier, mcast_mask=mask,
                 )  # fmt: skip
                 cute.copy(
-                    atom_b, from_b[None, tile // tiles_m, k], to_b[None, h.index],
+                    atom_b, from_b[None, n_tile, k], to_b[None, h.index],
                     tma_bar_ptr=h.barrier,
                 )  # fmt: skip
         producer.tail()
@@ -161,7 +187,7 @@ class Gemm:
     def math(self, s_a, s_b, s_d, consumer, atom_d, t_d):
         """Two warpgroups: main loop, then the epilogue through shared memory."""
         c = self.c
-        tiles_m, tiles_n = -(-c.m // c.tile_m), -(-c.n // c.tile_n)
+        tiles_m, tiles_n = c.tiles
         thread, _, _ = cute.arch.thread_idx()
         mma = self._mma()
         mine = mma.get_slice(thread)
@@ -178,8 +204,7 @@ class Gemm:
             atom_d, 0, cute.make_layout(1), cute.group_modes(s_d, 0, 2), cute.group_modes(g_d, 0, 2)
         )
         everyone = pipeline.NamedBarrier(barrier_id=1, num_threads=MATH_THREADS)
-        first, _, _ = cute.arch.block_idx()
-        step, _, _ = cute.arch.grid_dim()
+        first, step, rank = self.tile_range()
         for tile in cutlass.range(first, tiles_m * tiles_n, step, unroll=1):
             # Zero-initialised instead of a peeled first step (which would serialise wgmma).
             acc.fill(0.0)
@@ -214,7 +239,8 @@ class Gemm:
                     for mi in cutlass.range_constexpr(c.tile_m // EPI_M):
                         for ni in cutlass.range_constexpr(c.tile_n // EPI_N):
                             row = (tile % tiles_m) * (c.tile_m // EPI_M) + mi
-                            column = (tile // tiles_m) * (c.tile_n // EPI_N) + ni
+                            n_tile = tile // tiles_m * c.cluster + rank
+                            column = n_tile * (c.tile_n // EPI_N) + ni
                             index = mi * (c.tile_n // EPI_N) + ni
                             # A piece that is all outside has no tile index of its own.
                             if (row * EPI_M < c.m) & (column * EPI_N < c.n):
