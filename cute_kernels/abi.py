@@ -19,6 +19,7 @@ PARAMETERS: tuple[tuple[str, str, str], ...] = (
     ("maps", "u64", "address of the tensor maps, MAPS order, 128 bytes each"),
     ("pe", "u32", "this PE"),
     ("timeout_ns", "u64", "deadline of cross-CTA waits, 0 = none"),
+    ("status", "u64", "address of the status record, in memory the host reads without waiting"),
 )
 """Launch parameters in order: name, width, meaning. The host packs them from this table."""
 

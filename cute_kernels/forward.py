@@ -68,6 +68,7 @@ class ForwardKernel:
         maps: Int64,
         pe: Int32,
         timeout_ns: Int64,
+        status: Int64,
         grid: Int32,
     ):
         """Host entry of the trace; only the grid is not a kernel parameter."""
@@ -85,6 +86,7 @@ class ForwardKernel:
             maps,
             pe,
             timeout_ns,
+            status,
         ).launch(
             grid=(grid, 1, 1),
             block=(THREADS, 1, 1),
@@ -109,6 +111,7 @@ class ForwardKernel:
         maps: Int64,
         pe: Int32,
         timeout_ns: Int64,
+        status: Int64,
     ):
         """Setup, then the table of roles."""
         problem, shared, config = self.problem, self.shared, self.config
@@ -134,7 +137,7 @@ class ForwardKernel:
         epoch = ptx.lds_i32(ctrl + CTRL_EPOCH)
         guard = Guard(
             abort=local + words["abort"].offset,
-            status=local + words["status"].offset,
+            status=status,
             epoch=epoch,
             timeout_ns=timeout_ns,
             poll_sleep_ns=config.poll_sleep_ns,

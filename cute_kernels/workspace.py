@@ -16,7 +16,7 @@ REGION_ALIGN = 256
 DTYPE_BYTES = {"u32": 4, "i32": 4, "u64": 8, "bf16": 2, "u8": 1}
 
 STATUS_WORDS = 16
-"""Words of the status record, see ``sync.py``."""
+"""Words of the status record, see ``abi.py``; it lies outside the workspace."""
 TENSOR_MAP_BYTES = 128
 
 
@@ -86,8 +86,6 @@ def local_block(p: Problem) -> Block:
         ("readers", "u32", (1,)),
         ("sent", "u32", (1,)),
         ("abort", "u32", (1,)),
-        ("tokens", "i32", (1,)),
-        ("status", "i32", (STATUS_WORDS,)),
         ("count_flag", "u32", (MAX_SEND_CTAS,)),
         ("x_ready", "u32", (2, p.pool_blocks)),
         ("h_ready", "u32", (2, p.pool_blocks)),

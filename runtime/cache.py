@@ -74,6 +74,11 @@ def source_fingerprint(folder: Path | None = None) -> str:
     return digest.hexdigest()
 
 
+LOADED_FINGERPRINT = source_fingerprint()
+"""Of the sources this process was started from. Files that are edited later must not lend their
+fingerprint to code that was imported before, so it is taken once; see ``ImageCache._store``."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageKey:
     """What one image's code depends on. ``compiler`` None: any (a machine without a compiler)."""
@@ -105,7 +110,7 @@ class ImageKey:
             arch=arch,
             kind=kind,
             compiler=compiler_version(),
-            fingerprint=source_fingerprint(),
+            fingerprint=LOADED_FINGERPRINT,
         )
 
     def plain(self) -> dict[str, Any]:
@@ -304,7 +309,7 @@ class ImageCache:
 
     def _store(self, key: ImageKey, image: Image) -> None:
         if source_fingerprint() != key.fingerprint:
-            self._tell("cute_kernels/*.py changed while compiling; the image is not kept")
+            self._tell("cute_kernels/*.py changed since this process began; image not kept")
             return
         try:
             self._sweep(key)

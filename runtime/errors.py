@@ -20,3 +20,31 @@ class InvalidExpertId(MegaMoEError, ValueError):
 
 class CompilerMissing(MegaMoEError):
     """An image is in no cache and this machine has no compiler to make it."""
+
+
+class DriverError(MegaMoEError):
+    """A call of the CUDA driver failed; names the call and the driver's error."""
+
+
+class DriverMissing(DriverError):
+    """This machine has no CUDA driver."""
+
+
+class UnsupportedDevice(MegaMoEError):
+    """This GPU cannot run the image; says what was found, what is needed, and what else works."""
+
+
+class LaunchRefused(MegaMoEError):
+    """The grid cannot be resident at once, so its waits could hang."""
+
+
+class TransportError(MegaMoEError):
+    """Symmetric memory could not be set up; raised alike on every rank."""
+
+
+class SymmetricMemoryError(TransportError):
+    """A rank has too little memory; names asked and free bytes, and what lowers the need."""
+
+
+class SessionClosed(MegaMoEError):
+    """The session was used after ``close()``."""

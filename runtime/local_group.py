@@ -9,7 +9,7 @@ from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.workspace import symmetric_block
 from megamoe.runtime.devices.base import Device
 from megamoe.runtime.errors import MegaMoEError
-from megamoe.runtime.session import BoundWeights, Session
+from megamoe.runtime.session import BoundWeights, PeSession
 from megamoe.runtime.transports.local import allocate_symmetric
 
 
@@ -21,7 +21,7 @@ class LocalGroup:
         devices: one per PE.
         run: executes what has been launched on all devices (a vgpu world's ``run``, a CUDA
             synchronise) and returns its report.
-        placement, grid, timeout_s, check_invalid_ids: as for ``Session``.
+        placement, grid, timeout_s, check_invalid_ids: as for ``PeSession``.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LocalGroup:
         self._run = run
         blocks = allocate_symmetric(devices, symmetric_block(problem).nbytes)
         self.sessions = [
-            Session(
+            PeSession(
                 problem=problem,
                 image=image,
                 device=device,

@@ -1,4 +1,6 @@
-"""A session: one PE's workspace, launch and status for one compiled problem.
+"""One PE's workspace, launch and status for one compiled problem.
+
+The public ``megamoe.Session`` builds one of these per process; ``LocalGroup`` builds P of them.
 
 Legend: T tokens, H hidden, I intermediate, E experts, L local experts, K top-k, P PEs.
 """
@@ -6,17 +8,25 @@ Legend: T tokens, H hidden, I intermediate, E experts, L local experts, K top-k,
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megamoe.cute_kernels.abi import MAPS, StatusWord
 from megamoe.cute_kernels.image import Image
 from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.tensor_maps import pool_specs, weight_specs
-from megamoe.cute_kernels.workspace import TENSOR_MAP_BYTES, Block, local_block, symmetric_block
+from megamoe.cute_kernels.workspace import (
+    STATUS_WORDS,
+    TENSOR_MAP_BYTES,
+    Block,
+    local_block,
+    symmetric_block,
+)
 from megamoe.runtime.devices.base import Allocation, Device
-from megamoe.runtime.launch import pack_parameters
+from megamoe.runtime.errors import SessionClosed
+from megamoe.runtime.launch import ParameterPacker
 from megamoe.runtime.status import raise_on_status
-from megamoe.runtime.transports.local import SymmetricBlock
+from megamoe.runtime.transports.base import SymmetricBlock
 
 TORCH_DTYPES = {
     "u32": torch.int32,
@@ -26,6 +36,7 @@ TORCH_DTYPES = {
     "u8": torch.uint8,
 }
 DEFAULT_TIMEOUT_S = 300.0
+WORD_BYTES = 4
 
 
 def region_view(block: Block, allocation: Allocation, name: str) -> torch.Tensor:
@@ -35,18 +46,29 @@ def region_view(block: Block, allocation: Allocation, name: str) -> torch.Tensor
     return raw.view(TORCH_DTYPES[region.dtype]).view(region.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BoundWeights:
     """Weights a session can run with: their tensor maps in device memory, and the tensors, which
-    are read in place at every call."""
+    are read in place at every call. ``addresses`` are where they were when bound."""
 
     w13_LGH: torch.Tensor
     w2_LHI: torch.Tensor
     maps: Allocation
+    addresses: tuple[int, int]
+
+    def still_there(self, w13_LGH: torch.Tensor, w2_LHI: torch.Tensor) -> bool:
+        """True if these tensors lie where the tensor maps point."""
+        return (
+            self.w13_LGH.data_ptr() == w13_LGH.data_ptr()
+            and self.w2_LHI.data_ptr() == w2_LHI.data_ptr()
+        )
 
 
-class Session:
+class PeSession:
     """One PE's side of a group of sessions that call in the same order.
+
+    Nothing here is allocated, loaded or waited for after construction and ``bind_weights``. Calls
+    of one session must be ordered: one stream, or streams ordered by events.
 
     Args:
         problem, image: what was compiled; the same on every PE.
@@ -57,6 +79,9 @@ class Session:
         grid: CTAs of a launch.
         timeout_s: deadline of waits for other CTAs and PEs, 0 = none.
         check_invalid_ids: report ids ≥ E (else they are only masked).
+
+    Raises:
+        ValueError: grid or timeout_s out of range. MegaMoEError: the device refuses the image.
     """
 
     def __init__(
@@ -81,12 +106,28 @@ class Session:
         self.timeout_s = timeout_s
         self.check_invalid_ids = check_invalid_ids
         self.poisoned: str | None = None
+        self.closed = False
+        self.local_experts = sum(owner == pe for owner, _ in placement)
         self._symmetric_table = symmetric_block(problem)
         self._local_table = local_block(problem)
         self._symmetric = symmetric
+        self._enqueue = device.prepare(image, grid=grid)
+        self._packer = ParameterPacker(image.parameters)
         self._local = device.allocate(self._local_table.nbytes, "local")
+        # 0, 1, … Tmax: a launch points to its T, so T costs no copy and a graph keeps its own.
+        self._counts = device.allocate(WORD_BYTES * (problem.max_tokens + 1), "token_counts")
+        self._status = device.allocate_shared(WORD_BYTES * STATUS_WORDS, "status")
+        self._status_words = self._status.bytes_N.numpy().view(np.int32)
+        self._bound: list[BoundWeights] = []
         self._initialise(placement)
-        self.local_experts = sum(owner == pe for owner, _ in placement)
+        self._input_address = self.input_view_TH.data_ptr()
+        self._fixed = {
+            "symmetric": symmetric.allocation.address,
+            "local": self._local.address,
+            "pe": pe,
+            "timeout_ns": int(timeout_s * 1e9),
+            "status": self._status.address,
+        }
 
     def _initialise(self, placement: Sequence[tuple[int, int]]) -> None:
         """Counters to zero, tables filled. Must be complete on all PEs before the first launch."""
@@ -103,6 +144,10 @@ class Session:
         bases = [sum(counts[:pe]) for pe in range(self.problem.num_pes + 1)]
         self.local_view("slot_base").copy_(torch.tensor(bases, dtype=torch.int32))
         self.local_view("peers").copy_(torch.tensor(self._symmetric.peers, dtype=torch.int64))
+        every_T = torch.arange(self.problem.max_tokens + 1, dtype=torch.int32)
+        self._counts.bytes_N.view(torch.int32).copy_(every_T)
+        self.clear_status()
+        self.device.synchronize()
 
     def symmetric_view(self, name: str) -> torch.Tensor:
         """A symmetric region of this PE."""
@@ -122,7 +167,9 @@ class Session:
 
         Raises:
             ValueError: another shape or dtype than the session's, or not contiguous.
+            SessionClosed: after ``close()``.
         """
+        self._check_open()
         p, experts = self.problem, self.local_experts
         shapes = {
             "w13": (w13_LGH, (experts, 2 * p.intermediate, p.hidden)),
@@ -137,22 +184,34 @@ class Session:
                 raise ValueError(f"{name}: strides {tensor.stride()}, must be contiguous")
         pool_x = self._local.address + self._local_table["pool_x"].offset
         pool_h = self._local.address + self._local_table["pool_h"].offset
-        addresses = {"pool_x": pool_x, "pool_h": pool_h, "pool_h_store": pool_h}
+        addresses = {"pool_x": pool_x, "pool_h": pool_h, "pool_h_store": pool_h, "w13": 0, "w2": 0}
         specs = dict(zip(MAPS[2:], pool_specs(p), strict=True))
         if experts > 0:
             specs |= zip(MAPS[:2], weight_specs(p, experts), strict=True)
-            addresses["w13"] = self.device.address_of(w13_LGH, "w13", keep=True)
-            addresses["w2"] = self.device.address_of(w2_LHI, "w2", keep=True)
-        maps = self.device.allocate(len(MAPS) * TENSOR_MAP_BYTES, "maps")
-        for i, name in enumerate(MAPS):
+            for name, (tensor, _) in shapes.items():
+                addresses[name] = self.device.address_of(tensor, name, keep=True)
+                if addresses[name] % 16:
+                    raise ValueError(f"{name}: address {addresses[name]:#x}, must be 16-aligned")
+        data = b""
+        for name in MAPS:
             # A PE without experts runs no tile; its weight maps only have to be well formed.
             known = name if name in specs else "pool_x"
-            data = self.device.encode_tensor_map(specs[known], addresses[known])
-            begin = i * TENSOR_MAP_BYTES
-            maps.bytes_N[begin : begin + TENSOR_MAP_BYTES] = torch.frombuffer(
-                bytearray(data), dtype=torch.uint8
-            )
-        return BoundWeights(w13_LGH, w2_LHI, maps)
+            data += self.device.encode_tensor_map(specs[known], addresses[known])
+        maps = self.device.allocate(len(MAPS) * TENSOR_MAP_BYTES, "maps")
+        maps.bytes_N.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self.device.synchronize()
+        bound = BoundWeights(w13_LGH, w2_LHI, maps, (addresses["w13"], addresses["w2"]))
+        self._bound.append(bound)
+        return bound
+
+    def release_weights(self, bound: BoundWeights) -> None:
+        """Free the tensor maps of weights that moved; no launch may use them any more."""
+        self._bound.remove(bound)
+        self.device.synchronize()
+        self.device.free(bound.maps)
+        for address in bound.addresses:
+            if address:
+                self.device.forget(address)
 
     def launch(
         self,
@@ -162,44 +221,63 @@ class Session:
         topk_ids_TK: torch.Tensor,
         topk_weights_TK: torch.Tensor,
         y_TH: torch.Tensor,
+        num_tokens: torch.Tensor | None = None,
     ) -> None:
         """Enqueue one forward launch. Arguments are checked by the caller (``megamoe.checks``).
 
-        ``x_TH`` may be (a prefix of) ``input_view_TH``; other rows are staged by the kernel.
+        Args:
+            x_TH: rows; (a prefix of) ``input_view_TH`` is sent as it is, others are staged by the
+                kernel.
+            num_tokens: int32 [1] in device memory, read by the kernel: T of this call when a
+                captured graph is replayed with another T; the other tensors then have Tmax rows.
 
         Raises:
-            MegaMoETimeout: an earlier call of this session timed out.
+            MegaMoEError: what the kernel reported since the last look, or the session is unusable.
         """
-        raise_on_status(self)
+        self._check_open()
+        if self.poisoned is not None or self._reported():
+            raise_on_status(self)
+        address_of = self.device.address_of
         tokens = x_TH.shape[0]
-        self.local_view("tokens").fill_(tokens)
-        row_bytes = x_TH.element_size()
-        in_place = x_TH.data_ptr() == self.input_view_TH.data_ptr()
-        parameters = {
-            "x": self.device.address_of(x_TH, "x"),
-            "x_stride": x_TH.stride(0) * row_bytes,
-            "stage_x": int(not in_place and tokens > 0),
-            "ids": self.device.address_of(topk_ids_TK, "topk_ids"),
-            "ids_wide": int(topk_ids_TK.dtype == torch.int64),
-            "weights": self.device.address_of(topk_weights_TK, "topk_weights"),
-            "tokens": self._local.address + self._local_table["tokens"].offset,
-            "y": self.device.address_of(y_TH, "y"),
-            "symmetric": self._symmetric.allocation.address,
-            "local": self._local.address,
-            "maps": weights.maps.address,
-            "pe": self.pe,
-            "timeout_ns": int(self.timeout_s * 1e9),
-        }
-        packed = pack_parameters(self.image, parameters)
-        self.device.launch(self.image, grid=self.grid, parameters=packed)
+        if num_tokens is None:
+            count = self._counts.address + WORD_BYTES * tokens
+        else:
+            count = address_of(num_tokens, "tokens")
+        in_place = x_TH.data_ptr() == self._input_address
+        block = self._packer.pack(
+            {
+                "x": address_of(x_TH, "x"),
+                "x_stride": x_TH.stride(0) * x_TH.element_size(),
+                "stage_x": int(not in_place and tokens > 0),
+                "ids": address_of(topk_ids_TK, "topk_ids"),
+                "ids_wide": int(topk_ids_TK.dtype == torch.int64),
+                "weights": address_of(topk_weights_TK, "topk_weights"),
+                "tokens": count,
+                "y": address_of(y_TH, "y"),
+                "maps": weights.maps.address,
+                **self._fixed,
+            }
+        )
+        self._enqueue(block)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise SessionClosed(f"the session of PE {self.pe} is closed; build a new one")
+
+    def _reported(self) -> bool:
+        """True if the kernel has reported something. Host memory: nothing is waited for."""
+        words = self._status_words
+        return bool(
+            words[StatusWord.CODE] or (self.check_invalid_ids and words[StatusWord.INVALID_IDS])
+        )
 
     def status_words(self) -> dict[StatusWord, int]:
-        """The status record; reading it waits for nothing."""
-        return dict(zip(StatusWord, self.local_view("status").tolist(), strict=False))
+        """The status record as it is now; complete once the launches that wrote it have ended."""
+        return dict(zip(StatusWord, self._status_words.tolist(), strict=False))
 
     def clear_status(self) -> None:
         """Forget a reported error that leaves the session usable."""
-        self.local_view("status").zero_()
+        self._status_words[:] = 0
 
     def raise_on_status(self) -> None:
         """Raise what the kernel reported since the last look.
@@ -208,3 +286,15 @@ class Session:
             MegaMoETimeout, PoolCapacityError, InvalidExpertId.
         """
         raise_on_status(self)
+
+    def close(self) -> None:
+        """Free this PE's local memory; not collective, idempotent. The symmetric block belongs to
+        the transport."""
+        if self.closed:
+            return
+        for bound in list(self._bound):
+            self.release_weights(bound)
+        self.device.synchronize()
+        self.closed = True
+        for allocation in (self._local, self._counts, self._status):
+            self.device.free(allocation)

@@ -8,7 +8,7 @@ from megamoe.cute_kernels.abi import PHASE_TEXT, Phase, Status, StatusWord
 from megamoe.runtime.errors import InvalidExpertId, MegaMoETimeout, PoolCapacityError
 
 if TYPE_CHECKING:
-    from megamoe.runtime.session import Session
+    from megamoe.runtime.session import PeSession
 
 
 def timeout_text(words: dict[StatusWord, int], *, pe: int, timeout_s: float) -> str:
@@ -29,10 +29,17 @@ def timeout_text(words: dict[StatusWord, int], *, pe: int, timeout_s: float) -> 
     )
 
 
-def raise_on_status(session: Session) -> None:
-    """Raise the error of the session's status record, if any. A timeout poisons the session."""
+def raise_on_status(session: PeSession) -> None:
+    """Raise the error of the session's status record, if any. A timeout poisons the session.
+
+    The record may be seen while the kernel writes it, so the device is waited for, but only when
+    there is an error to tell."""
     if session.poisoned is not None:
         raise MegaMoETimeout(session.poisoned)
+    words = session.status_words()
+    if not any(words.values()):
+        return
+    session.device.synchronize()
     words = session.status_words()
     code = Status(words[StatusWord.CODE])
     if code == Status.TIMEOUT:

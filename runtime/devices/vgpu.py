@@ -7,6 +7,7 @@ import torch
 from megamoe.cute_kernels.image import Image
 from megamoe.cute_kernels.tensor_maps import SWIZZLE_BYTES, TensorMapSpec
 from megamoe.runtime.devices.base import Allocation
+from megamoe.runtime.launch import split_block
 from megamoe.runtime.vgpu.kernel import Kernel
 from megamoe.runtime.vgpu.tensormap import TensorMapDesc
 from megamoe.runtime.vgpu.world import World
@@ -42,6 +43,9 @@ class VgpuDevice:
         self._allocations.append(allocation)
         return allocation
 
+    def allocate_shared(self, nbytes: int, name: str) -> Allocation:
+        return self.allocate(nbytes, name)
+
     def free(self, allocation: Allocation) -> None:
         self._allocations.remove(allocation)
         self.world.unregister(allocation.address)
@@ -63,6 +67,10 @@ class VgpuDevice:
         self._callers[name] = tensor
         return self.world.register(tensor, name=name, pe=self.pe)
 
+    def forget(self, address: int) -> None:
+        if address:
+            self.world.unregister(address)
+
     def encode_tensor_map(self, spec: TensorMapSpec, address: int) -> bytes:
         return TensorMapDesc(
             address=address,
@@ -73,15 +81,29 @@ class VgpuDevice:
             swizzle=SWIZZLE_BYTES,
         ).to_bytes()
 
-    def launch(self, image: Image, *, grid: int, parameters: list[bytes]) -> None:
-        self.world.launch(
-            pe=self.pe,
-            kernel=kernel_of(image),
-            grid=(grid, 1, 1),
-            block=(image.threads, 1, 1),
+    def prepare(self, image: Image, *, grid: int) -> "VgpuLaunch":
+        return VgpuLaunch(self, image, grid)
+
+    def synchronize(self) -> None:
+        """Nothing runs outside ``world.run()``."""
+
+
+class VgpuLaunch:
+    """One image on one PE (see ``devices/base.py``)."""
+
+    def __init__(self, device: VgpuDevice, image: Image, grid: int):
+        self._device, self._image, self._grid = device, image, grid
+        self._kernel = kernel_of(image)
+
+    def __call__(self, block: bytes) -> None:
+        self._device.world.launch(
+            pe=self._device.pe,
+            kernel=self._kernel,
+            grid=(self._grid, 1, 1),
+            block=(self._image.threads, 1, 1),
             cluster=(1, 1, 1),
-            smem=image.smem_bytes,
-            args=parameters,
-            roles=self.roles,
+            smem=self._image.smem_bytes,
+            args=split_block(self._image, block),
+            roles=self._device.roles,
         )
-        self.launches += 1
+        self._device.launches += 1

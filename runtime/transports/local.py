@@ -1,17 +1,9 @@
 """Transport ``local``: all PEs live in this process, so a peer's address is just an address."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from megamoe.runtime.devices.base import Allocation, Device
-
-
-@dataclass(frozen=True)
-class SymmetricBlock:
-    """One PE's block of symmetric memory and the addresses of all PEs' blocks, own included."""
-
-    allocation: Allocation
-    peers: tuple[int, ...]
+from megamoe.runtime.devices.base import Device
+from megamoe.runtime.transports.base import SymmetricBlock
 
 
 def allocate_symmetric(devices: Sequence[Device], nbytes: int) -> list[SymmetricBlock]:

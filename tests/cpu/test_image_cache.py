@@ -158,6 +158,7 @@ def test_the_key_is_everything_the_code_depends_on(folder, monkeypatch):
     assert cache.compiles == 6
     monkeypatch.setattr(cache_module, "compiler_version", lambda: "9.9.9")
     cache.get_or_compile(base)
+    monkeypatch.setattr(cache_module, "LOADED_FINGERPRINT", "f" * 64)
     monkeypatch.setattr(cache_module, "source_fingerprint", lambda: "f" * 64)
     cache.get_or_compile(base)
     assert cache.compiles == 8
@@ -177,6 +178,13 @@ def test_the_fingerprint_sees_every_source_byte(tmp_path):
     assert len(seen) == 4
 
 
+def test_sources_edited_later_do_not_lend_their_fingerprint(folder, monkeypatch):
+    """A process that imported the old code would store it under the new sources' key."""
+    old = ImageKey.of(problem())
+    monkeypatch.setattr(cache_module, "source_fingerprint", lambda: "edited")
+    assert ImageKey.of(problem()) == old
+
+
 def test_sources_that_change_while_compiling_are_not_kept(folder, monkeypatch, caplog):
     def compile(**what):
         monkeypatch.setattr(cache_module, "source_fingerprint", lambda: "new")
@@ -185,7 +193,7 @@ def test_sources_that_change_while_compiling_are_not_kept(folder, monkeypatch, c
     cache = ImageCache(folder, compile=compile)
     with caplog.at_level(logging.WARNING):
         cache.get_or_compile(problem())
-    assert image_files(folder) == [] and "changed while compiling" in caplog.text
+    assert image_files(folder) == [] and "changed since" in caplog.text
 
 
 def test_a_full_disk_costs_one_line(folder, monkeypatch, caplog):

@@ -3,7 +3,7 @@
 import pytest
 
 from megamoe.cute_kernels.image import Image, Parameter, describe, parse_signature
-from megamoe.runtime.launch import pack_parameters, parameter_block
+from megamoe.runtime.launch import ParameterPacker, split_block
 
 HEADER = """
 .version 9.4
@@ -61,28 +61,44 @@ def test_report_of_the_assembler():
         describe(HEADER, "")
 
 
+def values(**changes):
+    return {"a": 2**63 + 5, "b": 9, "map": bytes(range(128)), "c": 7} | changes
+
+
 def test_block_holds_every_field_at_its_offset():
     found = image()
-    map_value = int.from_bytes(bytes(range(128)), "little")
-    packed = pack_parameters(found, {"a": 2**63 + 5, "b": -1, "map": map_value, "c": 7})
-    block = parameter_block(found, packed)
-    assert len(block) == 200
+    packer = ParameterPacker(found.parameters)
+    block = packer.pack(values())
+    assert len(block) == packer.nbytes == 200
     assert int.from_bytes(block[:8], "little") == 2**63 + 5
-    assert block[8:12] == b"\xff" * 4
+    assert block[8:12] == bytes([9, 0, 0, 0])
+    assert block[12:64] == bytes(52)
     assert block[64:192] == bytes(range(128))
     assert block[192:] == (7).to_bytes(8, "little")
+    assert split_block(found, block) == [block[:8], block[8:12], block[64:192], block[192:]]
 
 
 @pytest.mark.parametrize(
-    ("values", "text"),
+    ("change", "text"),
     [
-        ({"a": 1, "b": 1, "map": 1}, "values: got"),
-        ({"a": 1, "b": 2**32, "map": 1, "c": 1}, "b=4294967296: does not fit 4 bytes"),
+        ({"d": 1}, "values: got .*'d'.*the kernel takes"),
+        ({"b": 2**32}, "b=4294967296: does not fit 4 bytes"),
+        ({"b": -1}, "b=-1: does not fit 4 bytes"),
+        ({"b": b"xx"}, "b=b'xx': does not fit 4 bytes"),
+        ({"map": 5}, "map=5: does not fit 128 bytes"),
+        ({"a": 1.5}, "not integers"),
     ],
 )
-def test_packing_refuses(values, text):
+def test_packing_refuses(change, text):
     with pytest.raises(ValueError, match=text):
-        pack_parameters(image(), values)
+        ParameterPacker(image().parameters).pack(values(**change))
+
+
+def test_a_missing_value_is_refused():
+    missing = values()
+    del missing["c"]
+    with pytest.raises(ValueError, match="values: got"):
+        ParameterPacker(image().parameters).pack(missing)
 
 
 def test_wrong_number_of_parameters_is_refused():
