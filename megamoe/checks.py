@@ -2,27 +2,57 @@
 
 Nothing here reads a CUDA tensor's contents, so no check synchronises the host.
 
-Legend: T tokens, H hidden, E experts, K experts per token, I intermediate, G = 2I, L local experts.
+Legend: T tokens, H hidden, E experts, K experts per token, I intermediate, L local experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from megamoe.config import MoEConfig
+from megamoe.config import Activation, Combine, MoEConfig, W13Layout, WeightAt
 
 X_DTYPES = (torch.bfloat16,)
 ID_DTYPES = (torch.int32, torch.int64)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KERNEL_ACTIVATIONS = ("silu", "relu")
-KERNEL_WEIGHT_AT = ("act",)
+BIAS_DTYPES = (torch.bfloat16, torch.float32)
+
+# What the kernel runs of what `MoEConfig` describes. A feature lands by extending its line.
+KERNEL_ACTIVATIONS: tuple[Activation, ...] = ("silu", "relu")
+KERNEL_WEIGHT_AT: tuple[WeightAt, ...] = ("act",)
+KERNEL_W13_LAYOUTS: tuple[W13Layout, ...] = ("gate_up",)
+KERNEL_W13_TRANSPOSED = (False,)
+KERNEL_W2_TRANSPOSED = (False,)
+KERNEL_FC1_BIAS = (False,)
+KERNEL_FC2_BIAS = (False,)
+KERNEL_COMBINE: tuple[Combine, ...] = ("auto", "direct")
+KERNEL_REPLICATED = (False,)
+KERNEL_SIZE_MULTIPLE = 64
 
 
 def check_kernel_support(cfg: MoEConfig) -> None:
     """Raise ``ValueError`` for what `MoEConfig` can describe but this kernel does not run yet."""
-    for name, allowed in (("activation", KERNEL_ACTIVATIONS), ("weight_at", KERNEL_WEIGHT_AT)):
+    for name in ("hidden", "intermediate"):
+        value = getattr(cfg, name)
+        if value % KERNEL_SIZE_MULTIPLE:
+            raise ValueError(
+                f"{name}={value}: the kernel of this version runs multiples of "
+                f"{KERNEL_SIZE_MULTIPLE} only"
+            )
+    supported: tuple[tuple[str, tuple[object, ...]], ...] = (
+        ("activation", KERNEL_ACTIVATIONS),
+        ("weight_at", KERNEL_WEIGHT_AT),
+        ("w13_layout", KERNEL_W13_LAYOUTS),
+        ("w13_transposed", KERNEL_W13_TRANSPOSED),
+        ("w2_transposed", KERNEL_W2_TRANSPOSED),
+        ("fc1_bias", KERNEL_FC1_BIAS),
+        ("fc2_bias", KERNEL_FC2_BIAS),
+        ("combine", KERNEL_COMBINE),
+        ("replicated", KERNEL_REPLICATED),
+    )
+    for name, allowed in supported:
         value = getattr(cfg, name)
         if value not in allowed:
             raise ValueError(
@@ -120,40 +150,98 @@ def check_inputs(
             raise ValueError(text)
 
 
+def _check_bias(
+    name: str, bias: torch.Tensor | None, *, wanted: bool, flag: str, **rule: Any
+) -> None:
+    """A bias is given exactly when the config says so, and then follows ``rule``."""
+    if bias is None:
+        if wanted:
+            raise ValueError(f"{name} is None: must be a tensor, as {flag}=True")
+        return
+    if not wanted:
+        raise ValueError(f"{name} is given: must be None, as {flag}=False")
+    _check_tensor(name, bias, **rule)
+
+
 def check_weights(
     cfg: MoEConfig,
-    w13_LGH: torch.Tensor,
-    w2_LHI: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
     *,
     num_experts: int,
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
     pe: int | None = None,
     dtypes: Sequence[torch.dtype] = X_DTYPES,
+    bias_dtypes: Sequence[torch.dtype] = BIAS_DTYPES,
     device: torch.device | None = None,
 ) -> None:
     """Check the weights of ``num_experts`` experts: L of one PE, or E for the global tensors.
 
     Args:
-        w13_LGH: ``[num_experts, 2I, H]``, gate rows first.
-        w2_LHI: ``[num_experts, H, I]``.
+        w13: ``[num_experts, *cfg.w13_shape]``: ``[.., 2I, H]``, transposed or not gated as ``cfg``
+            says. Which rows are gate and which are up is not seen in a tensor.
+        w2: ``[num_experts, *cfg.w2_shape]``.
+        b13: ``[num_experts, 2I or I]`` bf16 or fp32, given exactly if ``cfg.fc1_bias``.
+        b2: ``[num_experts, H]`` bf16 or fp32, given exactly if ``cfg.fc2_bias``.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
     """
     where = "" if pe is None else f"[{pe}]"
-    _check_tensor(
-        f"w13{where}",
-        w13_LGH,
-        shape=(num_experts, 2 * cfg.intermediate, cfg.hidden),
-        dtypes=dtypes,
-        device=device,
+    common: dict[str, Any] = {"dtypes": dtypes, "device": device}
+    _check_tensor(f"w13{where}", w13, shape=(num_experts, *cfg.w13_shape), **common)
+    _check_tensor(f"w2{where}", w2, shape=(num_experts, *cfg.w2_shape), **common)
+    common["dtypes"] = bias_dtypes
+    _check_bias(
+        f"b13{where}",
+        b13,
+        wanted=cfg.fc1_bias,
+        flag="fc1_bias",
+        shape=(num_experts, cfg.w13_rows),
+        **common,
     )
-    _check_tensor(
-        f"w2{where}",
-        w2_LHI,
-        shape=(num_experts, cfg.hidden, cfg.intermediate),
-        dtypes=dtypes,
-        device=device,
+    _check_bias(
+        f"b2{where}",
+        b2,
+        wanted=cfg.fc2_bias,
+        flag="fc2_bias",
+        shape=(num_experts, cfg.hidden),
+        **common,
     )
+
+
+def check_residual(
+    cfg: MoEConfig,
+    residual: Sequence[torch.Tensor] | None,
+    *,
+    x: Sequence[torch.Tensor],
+    dtypes: Sequence[torch.dtype] = X_DTYPES,
+) -> None:
+    """Check ``residual``: None, or one ``[T_p, H]`` tensor per PE, shaped and placed as ``x``.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+    """
+    if residual is None:
+        return
+    _check_list(cfg, "residual", residual)
+    for pe, tensor in enumerate(residual):
+        _check_tensor(
+            f"residual[{pe}]",
+            tensor,
+            shape=(x[pe].shape[0], cfg.hidden),
+            dtypes=dtypes,
+            device=x[pe].device,
+        )
+
+
+def _check_list(cfg: MoEConfig, name: str, entries: Sequence[torch.Tensor]) -> None:
+    if isinstance(entries, torch.Tensor) or len(entries) != cfg.num_pes:
+        raise ValueError(
+            f"{name} has {len(entries)} entries: must be a list of num_pes={cfg.num_pes} "
+            "tensors, one per PE"
+        )
 
 
 def check_group(
@@ -170,10 +258,6 @@ def check_group(
         ValueError: a list is not P long, or one of its entries is refused.
     """
     for name, entries in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        if isinstance(entries, torch.Tensor) or len(entries) != cfg.num_pes:
-            raise ValueError(
-                f"{name} has {len(entries)} entries: must be a list of num_pes={cfg.num_pes} "
-                "tensors, one per PE"
-            )
+        _check_list(cfg, name, entries)
     for pe in range(cfg.num_pes):
         check_inputs(cfg, x[pe], topk_ids[pe], topk_weights[pe], pe=pe, x_dtypes=x_dtypes)

@@ -4,7 +4,7 @@ Legend of the names used in shape suffixes all over the package:
 
     T   tokens of this PE in this call        H   hidden size
     E   experts in all                        I   intermediate size of one expert
-    K   experts per token (top-k)             G   2*I, gate rows first, then up rows
+    K   experts per token (top-k)             G   fc1 rows: 2*I (gate and up), or I if not gated
     P   PEs of the expert-parallel group      L   experts of one PE (E_local)
 
 Importing this module needs neither torch nor the kernel compiler.
@@ -12,36 +12,40 @@ Importing this module needs neither torch nor the kernel compiler.
 
 from __future__ import annotations
 
-import operator
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cached_property
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from megamoe.expert_map import (
+    Place,
+    checked_replicas,
+    contiguous_expert_map,
+    integer,
+    place_of_row,
+)
 
 if TYPE_CHECKING:
     import torch
 
-Activation = Literal["silu", "relu"]
+Activation = Literal["silu", "gelu_tanh", "relu", "gpt_oss", "swiglu_clamped", "relu2"]
+W13Layout = Literal["gate_up", "up_gate", "interleaved"]
 WeightAt = Literal["act", "combine"]
 InvalidIds = Literal["mask", "error"]
+Combine = Literal["auto", "direct", "prereduced"]
+CombineMode = Literal["direct", "prereduced"]
 
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+NON_GATED: tuple[Activation, ...] = ("relu2",)
+CLAMPED: tuple[Activation, ...] = ("gpt_oss", "swiglu_clamped")
+GPT_OSS_ALPHA = 1.702
+GPT_OSS_LIMIT = 7.0
 MAX_TOP_K = 32
 MAX_PES = 64
-SIZE_MULTIPLE = 64  # of H and I, in this version of the kernel
+SIZE_MULTIPLE = 8  # of H and I: rows are whole 16-byte pieces, as bulk and tensor copies want
 MAX_ROWS = 2**31 - 1  # a row number is a 32-bit integer on the device
-
-
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """``value`` as an int within ``low..high``, or ``ValueError`` naming the argument."""
-    allowed = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
-    if isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: must be {allowed}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name}={value!r}: must be {allowed}") from None
-    if number < low or (high is not None and number > high):
-        raise ValueError(f"{name}={number}: must be {allowed}")
-    return number
 
 
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -49,82 +53,63 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
 
 
-def contiguous_expert_map(*, num_experts: int, num_pes: int) -> tuple[tuple[int, int], ...]:
-    """Place experts in order, PE by PE; the first ``E % P`` PEs get one more.
-
-    Returns ``E`` pairs (PE, local index). Ten experts on four PEs are split 3, 3, 2, 2:
-
-    >>> contiguous_expert_map(num_experts=10, num_pes=4)[5:8]
-    ((1, 2), (2, 0), (2, 1))
-    """
-    base, extra = divmod(num_experts, num_pes)
-    return tuple(
-        (pe, local) for pe in range(num_pes) for local in range(base + 1 if pe < extra else base)
-    )
-
-
-def _checked_expert_map(
-    expert_map: Any, *, num_experts: int, num_pes: int
-) -> tuple[tuple[int, int], ...]:
-    """Pairs of plain ints that cover every (PE, 0..L-1) exactly once, or ``ValueError``."""
-    try:
-        pairs = [tuple(pair) for pair in expert_map]
-    except TypeError:
-        raise ValueError(
-            f"expert_map={expert_map!r}: must be a sequence of (pe, local_index) pairs"
-        ) from None
-    if len(pairs) != num_experts:
-        raise ValueError(
-            f"expert_map has {len(pairs)} entries: must be num_experts={num_experts} pairs "
-            "(pe, local_index)"
-        )
-    owner: dict[tuple[int, int], int] = {}
-    for expert, pair in enumerate(pairs):
-        if len(pair) != 2:
-            raise ValueError(f"expert_map[{expert}]={pair!r}: must be a pair (pe, local_index)")
-        pe = _integer(f"expert_map[{expert}].pe", pair[0], 0, num_pes - 1)
-        local = _integer(f"expert_map[{expert}].local_index", pair[1], 0, num_experts - 1)
-        if (pe, local) in owner:
-            raise ValueError(
-                f"expert_map[{expert}]={(pe, local)}: already the place of expert "
-                f"{owner[pe, local]}; must give every expert a place of its own"
-            )
-        owner[pe, local] = expert
-    for pe in range(num_pes):
-        used = sorted(local for owner_pe, local in owner if owner_pe == pe)
-        if used != list(range(len(used))):
-            raise ValueError(
-                f"expert_map: local indices of PE {pe} are {used}: must be 0..{len(used) - 1} "
-                "without gaps"
-            )
-    return tuple((operator.index(pe), operator.index(local)) for pe, local in pairs)
+def _positive(name: str, value: Any) -> float:
+    """``value`` as a finite float > 0, or ``ValueError``."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name}={value!r}: must be a finite number > 0")
+    number = float(value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{name}={value!r}: must be a finite number > 0")
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """Sizes, placement and conventions of one expert-parallel MoE layer. Hashable, never mutated.
 
+    What the kernel of this version runs of it: `megamoe.checks.check_kernel_support`.
+
     Args:
-        hidden: H, a multiple of 64.
-        intermediate: I, a multiple of 64. w13 of one expert is ``[2I, H]``, w2 is ``[H, I]``.
+        hidden: H, a multiple of 8.
+        intermediate: I, a multiple of 8. w13 of one expert is ``[2I, H]`` (``[I, H]`` if not
+            gated), w2 is ``[H, I]``.
         num_experts: E, over all PEs.
         top_k: K <= min(32, E).
         num_pes: P <= 64, all inside one NVLink domain.
         max_tokens: Tmax, the most tokens one PE brings in one call; the same on every PE.
-        activation: ``"silu"``: silu(gate) * up; ``"relu"``: relu(gate) * up, which is exact on
-            small integers.
-        weight_at: where the router weight is applied: ``"act"`` multiplies the activation before
-            it is rounded, ``"combine"`` multiplies the fc2 row in the final sum. The same maths.
-            The kernel of this version runs ``"act"`` only (`megamoe.checks.check_kernel_support`).
-        expert_map: one (PE, local index) per expert, in any order and uneven; None is
-            `contiguous_expert_map`. Every (PE, 0..L-1) appears exactly once: no replicas yet.
-            A PE may own no expert.
+        activation: of gate g and up u, both fc1 outputs with their bias:
+            ``"silu"`` g·sigmoid(g)·u; ``"gelu_tanh"`` gelu(g)·u, gelu in its tanh form;
+            ``"relu"`` max(g, 0)·u, exact on small integers;
+            ``"gpt_oss"`` g·sigmoid(alpha·g)·(u + 1) after g = min(g, limit) and
+            u = clamp(u, -limit, limit);
+            ``"swiglu_clamped"`` g·sigmoid(g)·u after the same clamps;
+            ``"relu2"`` max(g, 0)², not gated: there is no u.
+        activation_alpha: of ``"gpt_oss"`` only.
+        activation_limit: of ``"gpt_oss"`` (None becomes 7.0) and ``"swiglu_clamped"`` (must be
+            given); None for all others.
+        w13_layout: order of the 2I rows of w13 and of its bias: ``"gate_up"`` (all gate rows
+            first), ``"up_gate"``, or ``"interleaved"`` (g, u, g, u, ...). Not gated: ``"gate_up"``.
+        w13_transposed: w13 of one expert is ``[H, 2I]`` (or ``[H, I]``): `w13_layout` then orders
+            the columns.
+        w2_transposed: w2 of one expert is ``[I, H]``.
+        fc1_bias: a tensor b13 ``[E, 2I]`` (or ``[E, I]``), in the order of `w13_layout`, is added
+            to the fc1 outputs.
+        fc2_bias: a tensor b2 ``[E, H]`` is added to every fc2 row.
+        weight_at: where the router weight w is applied: ``"act"`` multiplies the activation before
+            it is rounded, y = sum_k (W2·(w·act) + b2); ``"combine"`` multiplies the fc2 row in
+            the final sum, y = sum_k w·(W2·act + b2). Without b2 the same maths.
+        expert_map: per expert one place (PE, local index), or a sequence of places (replicas, see
+            `megamoe.expert_map`), in any order and uneven; None is `contiguous_expert_map`. Every
+            (PE, 0..L-1) appears exactly once. A PE may hold no expert, or one expert twice.
         capacity: rows of the pool of each PE, without the padding that the kernel adds per
             expert; None is `worst_case_rows`, which always fits. A call that needs more raises
             the same error on every PE; rows are never dropped.
         invalid_ids: what an id >= E means: ``"error"`` (a `ValueError`, before the launch on CPU
             tensors, else at the next look at the kernel's status, as no id of a CUDA tensor is
             read on the host) or ``"mask"``. Either way the slot contributes nothing.
+        combine: ``"direct"`` sends every fc2 row back, ``"prereduced"`` sends one sum per
+            (token, expert PE); ``"auto"`` lets the runtime choose (`combine_mode`). The same
+            maths, other rounding points.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
@@ -142,14 +127,22 @@ class MoEConfig:
     num_pes: int
     max_tokens: int
     activation: Activation = "silu"
+    activation_alpha: float = GPT_OSS_ALPHA
+    activation_limit: float | None = None
+    w13_layout: W13Layout = "gate_up"
+    w13_transposed: bool = False
+    w2_transposed: bool = False
+    fc1_bias: bool = False
+    fc2_bias: bool = False
     weight_at: WeightAt = "act"
-    expert_map: Sequence[tuple[int, int]] | None = None
+    expert_map: Sequence[Any] | None = None
     capacity: int | None = None
     invalid_ids: InvalidIds = "error"
+    combine: Combine = "auto"
 
     def __post_init__(self) -> None:
         def normalise(name: str, low: int, high: int | None = None) -> None:
-            object.__setattr__(self, name, _integer(name, getattr(self, name), low, high))
+            object.__setattr__(self, name, integer(name, getattr(self, name), low, high))
 
         normalise("hidden", 1)
         normalise("intermediate", 1)
@@ -168,35 +161,143 @@ class MoEConfig:
                 f"max_tokens={self.max_tokens}: num_pes * max_tokens * top_k is "
                 f"{self.worst_case_rows}, must be <= {MAX_ROWS}"
             )
-        _choice("activation", self.activation, ("silu", "relu"))
-        _choice("weight_at", self.weight_at, ("act", "combine"))
-        _choice("invalid_ids", self.invalid_ids, ("mask", "error"))
+        for name, allowed in (
+            ("activation", ACTIVATIONS),
+            ("w13_layout", get_args(W13Layout)),
+            ("weight_at", get_args(WeightAt)),
+            ("invalid_ids", get_args(InvalidIds)),
+            ("combine", get_args(Combine)),
+        ):
+            _choice(name, getattr(self, name), allowed)
+        for name in ("w13_transposed", "w2_transposed", "fc1_bias", "fc2_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
+        self._check_activation()
         if self.expert_map is not None:
-            checked = _checked_expert_map(
+            replicas = checked_replicas(
                 self.expert_map, num_experts=self.num_experts, num_pes=self.num_pes
             )
-            object.__setattr__(self, "expert_map", checked)
+            # One spelling for one placement: a lone place is a pair, so equal maps compare equal.
+            spelled = tuple(places[0] if len(places) == 1 else places for places in replicas)
+            object.__setattr__(self, "expert_map", spelled)
         if self.capacity is not None:
             normalise("capacity", 1, MAX_ROWS)
 
+    def _check_activation(self) -> None:
+        """Layout, alpha and limit against the activation; fills in the limit of gpt_oss."""
+        name = self.activation
+        if not self.gated and self.w13_layout != "gate_up":
+            raise ValueError(
+                f"w13_layout={self.w13_layout!r}: must be 'gate_up' for activation={name!r}, "
+                "which has no up rows"
+            )
+        alpha = _positive("activation_alpha", self.activation_alpha)
+        object.__setattr__(self, "activation_alpha", alpha)
+        if name != "gpt_oss" and alpha != GPT_OSS_ALPHA:
+            raise ValueError(
+                f"activation_alpha={alpha}: only activation='gpt_oss' has one, not {name!r}"
+            )
+        limit = self.activation_limit
+        if name == "gpt_oss" and limit is None:
+            limit = GPT_OSS_LIMIT
+        if name not in CLAMPED:
+            if limit is not None:
+                raise ValueError(
+                    f"activation_limit={limit!r}: must be None for activation={name!r}; "
+                    f"{' and '.join(map(repr, CLAMPED))} have one"
+                )
+            return
+        if limit is None:
+            raise ValueError(f"activation_limit=None: must be given for activation={name!r}")
+        object.__setattr__(self, "activation_limit", _positive("activation_limit", limit))
+
     @property
-    def placement(self) -> tuple[tuple[int, int], ...]:
-        """(PE, local index) of every expert: ``expert_map``, or the contiguous default."""
-        if self.expert_map is not None:
-            return tuple(self.expert_map)
-        return contiguous_expert_map(num_experts=self.num_experts, num_pes=self.num_pes)
+    def gated(self) -> bool:
+        """Whether w13 holds gate and up rows (2I) or one kind of rows (I)."""
+        return self.activation not in NON_GATED
+
+    @property
+    def w13_rows(self) -> int:
+        """Rows of w13 of one expert: 2I, or I if not gated."""
+        return self.intermediate * (2 if self.gated else 1)
+
+    @property
+    def w13_shape(self) -> tuple[int, int]:
+        """Shape of w13 of one expert as the engine stores it."""
+        shape = (self.w13_rows, self.hidden)
+        return shape[::-1] if self.w13_transposed else shape
+
+    @property
+    def w2_shape(self) -> tuple[int, int]:
+        """Shape of w2 of one expert as the engine stores it."""
+        shape = (self.hidden, self.intermediate)
+        return shape[::-1] if self.w2_transposed else shape
+
+    @property
+    def combine_mode(self) -> CombineMode:
+        """How results return: ``combine``, with ``"auto"`` resolved (always to ``"direct"``)."""
+        return "direct" if self.combine == "auto" else self.combine
+
+    @cached_property
+    def replicas(self) -> tuple[tuple[Place, ...], ...]:
+        """The places (PE, local index) of every expert, in the order of ``expert_map``."""
+        places = self.expert_map
+        if places is None:
+            places = contiguous_expert_map(num_experts=self.num_experts, num_pes=self.num_pes)
+        return checked_replicas(places, num_experts=self.num_experts, num_pes=self.num_pes)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether an expert has more than one place."""
+        return self.num_slots > self.num_experts
+
+    @property
+    def num_slots(self) -> int:
+        """Places in all, over all PEs: E, or more with replicas."""
+        return sum(map(len, self.replicas))
+
+    @property
+    def placement(self) -> tuple[Place, ...]:
+        """(PE, local index) of every expert, where each has one place.
+
+        Raises:
+            ValueError: an expert has replicas; see `replicas` and `route_of`.
+        """
+        if self.replicated:
+            raise ValueError(
+                f"expert_map has {self.num_slots} places for num_experts={self.num_experts}: "
+                "with replicas an expert has no single place"
+            )
+        return tuple(places[0] for places in self.replicas)
+
+    def route_of(self, pe: int, token: int, expert: int) -> Place:
+        """The (PE, local index) that computes the row of ``expert`` for token ``token`` of ``pe``.
+
+        >>> cfg = MoEConfig(hidden=64, intermediate=64, num_experts=2, top_k=1, num_pes=3,
+        ...                 max_tokens=8, expert_map=[[(0, 0), (1, 0)], (1, 1)])
+        >>> cfg.route_of(0, 5, 0), cfg.route_of(2, 5, 0), cfg.route_of(2, 5, 1)
+        ((0, 0), (1, 0), (1, 1))
+        """
+        pe = integer("pe", pe, 0, self.num_pes - 1)
+        token = integer("token", token, 0)
+        expert = integer("expert", expert, 0, self.num_experts - 1)
+        return place_of_row(self.replicas[expert], pe=pe, token=token)
 
     @property
     def experts_per_pe(self) -> tuple[int, ...]:
-        """L of every PE; may be uneven, and 0."""
-        owners = [pe for pe, _ in self.placement]
+        """L of every PE, replicas counted; may be uneven, and 0."""
+        owners = [pe for places in self.replicas for pe, _ in places]
         return tuple(owners.count(pe) for pe in range(self.num_pes))
 
     def local_experts(self, pe: int) -> tuple[int, ...]:
-        """Global ids of the experts of ``pe``, by local index."""
-        pe = _integer("pe", pe, 0, self.num_pes - 1)
+        """Global ids of the experts of ``pe``, by local index; an id repeats if ``pe`` holds two
+        replicas of it."""
+        pe = integer("pe", pe, 0, self.num_pes - 1)
         mine = sorted(
-            (local, expert) for expert, (owner, local) in enumerate(self.placement) if owner == pe
+            (local, expert)
+            for expert, places in enumerate(self.replicas)
+            for owner, local in places
+            if owner == pe
         )
         return tuple(expert for _, expert in mine)
 
@@ -208,9 +309,10 @@ class MoEConfig:
 
     @property
     def worst_case_distinct_rows(self) -> int:
-        """P*Tmax*min(K, L) of the fullest PE: enough when the ids of every token are distinct,
-        as every top-k router gives them. Smaller than `worst_case_rows` only if L < K."""
-        return self.num_pes * self.max_tokens * min(self.top_k, max(self.experts_per_pe))
+        """P*Tmax*min(K, distinct experts of a PE), for the fullest PE: enough when the ids of
+        every token are distinct, as every top-k router gives them."""
+        distinct = max(len(set(self.local_experts(pe))) for pe in range(self.num_pes))
+        return self.num_pes * self.max_tokens * min(self.top_k, distinct)
 
     @property
     def pool_rows(self) -> int:
@@ -218,7 +320,11 @@ class MoEConfig:
         return self.worst_case_rows if self.capacity is None else self.capacity
 
     def expert_map_tensor(self) -> torch.Tensor:
-        """The placement as int32 ``[E, 2]`` on the CPU, columns (PE, local index)."""
+        """The placement as int32 ``[E, 2]`` on the CPU, columns (PE, local index).
+
+        Raises:
+            ValueError: an expert has replicas.
+        """
         import torch
 
         return torch.tensor(self.placement, dtype=torch.int32)

@@ -165,7 +165,7 @@ def test_compile_reports_the_image(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (["--hidden", "100"], "hidden=100: must be a multiple of 64"),
+        (["--hidden", "100"], "hidden=100: must be a multiple of 8"),
         (["--top-k", "33"], "top_k=33: must be an integer in 1..32"),
         (["--arch", "sm_80"], "arch='sm_80': no forward kernel; allowed: sm_90a"),
         (["--activation", "gelu"], "Invalid value for '--activation'"),

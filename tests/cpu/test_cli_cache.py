@@ -81,7 +81,7 @@ def test_build(folder, monkeypatch):
     assert [(p.hidden, p.max_tokens) for p, _ in seen["jobs"]] == [(2048, 4096), (4096, 512)]
     assert (seen["arch"], seen["workers"]) == ("sm_90a", 3)
     assert "H/I/E/K/P" in run("build", "1/2", code=1)
-    assert "multiple of 64" in run("build", "100/64/8/2/1", code=1)
+    assert "multiple of 8" in run("build", "100/64/8/2/1", code=1)
 
 
 @pytest.mark.parametrize("text", ["", "1/2/3/4", "a/b/c/d/e", "1/2/3/4/5/6/7"])
