@@ -1,0 +1,99 @@
+"""PE sessions whose ``cuda`` device records instead of driving a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cache_helpers import problem
+
+from megamoe.cute_kernels.abi import PARAMETERS
+from megamoe.cute_kernels.image import Image, Parameter
+from megamoe.cute_kernels.problem import Problem
+from megamoe.runtime.devices.cuda import CudaDevice
+from megamoe.runtime.devices.driver import Driver
+from megamoe.runtime.devices.recording import RecordingApi
+from megamoe.runtime.session import PeSession
+from megamoe.runtime.transports.local import allocate_symmetric
+
+CPU = torch.device("cpu")
+STREAM = 0x77
+
+
+def forward_image(smem_bytes: int = 231552, arch: str = "sm_90a") -> Image:
+    """An image with the forward kernel's signature, laid out as a compiler does."""
+    parameters, offset = [], 0
+    for name, width, _ in PARAMETERS:
+        nbytes = int(width[1:]) // 8
+        offset = -(-offset // nbytes) * nbytes
+        parameters.append(Parameter(name, nbytes, offset))
+        offset += nbytes
+    return Image(
+        entry="megamoe_forward",
+        arch=arch,
+        ptx="",
+        cubin=b"\x7fELF recorded",
+        parameters=tuple(parameters),
+        threads=384,
+        smem_bytes=smem_bytes,
+        registers=168,
+        spill_bytes=0,
+        setmaxnreg=(),
+        mma_instructions={},
+        notes=(),
+        compile_seconds=0.0,
+    )
+
+
+def recording_api(**options: Any) -> RecordingApi:
+    sizes = tuple(parameter.nbytes for parameter in forward_image().parameters)
+    return RecordingApi(parameter_bytes=sizes, **options)
+
+
+def device(api: RecordingApi, index: int = 0, **options: Any) -> CudaDevice:
+    options.setdefault("stream", lambda: STREAM)
+    return CudaDevice(index, driver=Driver(api), memory=CPU, **options)
+
+
+def pe_session(api: RecordingApi, p: Problem | None = None, **options: Any) -> PeSession:
+    """PE 0 of a one-PE problem."""
+    p = p or problem(num_pes=1, experts_per_pe=8)
+    gpu = device(api)
+    (block,) = allocate_symmetric([gpu], 1 << 20)
+    settings: dict[str, Any] = {"grid": 132, "image": forward_image()} | options
+    return PeSession(
+        problem=p,
+        device=gpu,
+        symmetric=block,
+        pe=0,
+        placement=[(0, expert) for expert in range(p.num_experts)],
+        **settings,
+    )
+
+
+def bind(session: PeSession) -> Any:
+    p = session.problem
+    experts = session.local_experts
+    return session.bind_weights(
+        w13_LGH=torch.zeros(experts, 2 * p.intermediate, p.hidden, dtype=torch.bfloat16),
+        w2_LHI=torch.zeros(experts, p.hidden, p.intermediate, dtype=torch.bfloat16),
+    )
+
+
+def arguments(p: Problem, tokens: int, ids_dtype: torch.dtype = torch.int32) -> dict[str, Any]:
+    """Arguments of ``PeSession.launch``."""
+    return {
+        "x_TH": torch.zeros(tokens, p.hidden, dtype=torch.bfloat16),
+        "topk_ids_TK": torch.zeros(tokens, p.top_k, dtype=ids_dtype),
+        "topk_weights_TK": torch.zeros(tokens, p.top_k),
+        "y_TH": torch.zeros(tokens, p.hidden, dtype=torch.bfloat16),
+    }
+
+
+def launched(api: RecordingApi, number: int = -1) -> dict[str, int]:
+    """Parameters of a recorded launch by name."""
+    values = api.launches[number].parameters
+    return {
+        name: int.from_bytes(data, "little")
+        for (name, _, _), data in zip(PARAMETERS, values, strict=True)
+    }
