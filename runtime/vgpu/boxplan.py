@@ -115,8 +115,8 @@ def build_plan(
     return BoxPlan(
         piece=piece,
         global_index=global_offset // piece,
-        shared_index=_swizzled(phase + shared_offset, swizzle) // piece,
-        fill_index=_swizzled(phase + outside_offset, swizzle) // piece,
+        shared_index=swizzled(phase + shared_offset, swizzle) // piece,
+        fill_index=swizzled(phase + outside_offset, swizzle) // piece,
         fill=np.frombuffer(fill, np.uint8)[:piece].copy().view(_DTYPES[piece]),
         extent=0 if empty else int(global_offset.max()) + piece,
         bytes_inside=len(global_offset) * piece,
@@ -125,7 +125,7 @@ def build_plan(
     )
 
 
-def _swizzled(address: I64, swizzle: int) -> I64:
+def swizzled(address: I64, swizzle: int) -> I64:
     """XOR address bits [4:6] with [7:9] (128 bytes), [4:5] with [7:8] (64), [4] with [7] (32)."""
     if swizzle == 0:
         return address

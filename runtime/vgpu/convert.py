@@ -259,13 +259,6 @@ def saturate_int(x: ArrayLike, bits: int, signed: bool) -> NDArray[np.generic]:
     return np.clip(x, low, high).astype(dtype)
 
 
-def saturate_f32(x: ArrayLike) -> F32:
-    """The `.sat` modifier of f32 instructions: clamp to [0, 1], NaN to +0."""
-    x = np.asarray(x, np.float32)
-    clamped = np.minimum(np.maximum(x, np.float32(0.0)), np.float32(1.0)) + np.float32(0.0)
-    return np.where(np.isnan(x), np.float32(0.0), clamped)
-
-
 # ---- approximations -----------------------------------------------------------------------------
 
 

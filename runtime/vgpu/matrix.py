@@ -37,11 +37,6 @@ def stmatrix(regs: U32, trans: bool = False) -> U8:
     return halves.reshape(-1, 8).view(np.uint8)
 
 
-def row_lanes(count: int) -> NDArray[np.int64]:
-    """Lanes whose addresses an x{count} ldmatrix or stmatrix uses, in row order."""
-    return np.arange(8 * count)
-
-
 def movmatrix_trans(reg: U32) -> U32:
     """`movmatrix.sync.aligned.m8n8.trans.b16`: uint32 [32] → uint32 [32]."""
     return ldmatrix(stmatrix(reg[None, :]), trans=True)[0]

@@ -271,37 +271,3 @@ def _dtype_of(array: Any) -> str:
     if size in (1, 2, 4, 8) and "complex" not in name:
         return f"u{8 * size}"
     raise ValueError(f"tensor map: element type {name} has no 1, 2, 4 or 8 byte equivalent")
-
-
-# ---- whole boxes --------------------------------------------------------------------------------
-
-
-def load_box(
-    desc: TensorMapDesc, coords: Sequence[int], smem: np.ndarray, smem_addr: int,
-    data: np.ndarray, base: int,
-) -> int:  # fmt: skip
-    """Global → shared: `data` are the bytes of the region at `base`, `smem` the shared window.
-
-    Elements outside the tensor are filled. Returns the bytes to complete on the mbarrier.
-    """
-    first, plan = desc.plan(coords, smem_addr)
-    off = first - base
-    plan.scatter_shared(smem, smem_addr, plan.gather_global(data[off : off + plan.extent]))
-    return desc.box_bytes
-
-
-def store_box(
-    desc: TensorMapDesc, coords: Sequence[int], smem: np.ndarray, smem_addr: int,
-    data: np.ndarray, base: int,
-) -> int:  # fmt: skip
-    """Shared → global; elements outside the tensor are not written. Returns the bytes written."""
-    first, plan = desc.plan(coords, smem_addr)
-    off = first - base
-    plan.scatter_global(data[off : off + plan.extent], plan.gather_shared(smem, smem_addr))
-    return plan.bytes_inside
-
-
-def box_rows(desc: TensorMapDesc, coords: Sequence[int]) -> tuple[np.ndarray, int]:
-    """Global addresses (int64) where the in-bounds part of each row starts, and its bytes."""
-    first, plan = desc.plan(coords, 0)
-    return first + plan.row_starts, plan.row_bytes

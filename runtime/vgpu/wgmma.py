@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megamoe.runtime.vgpu import convert
+from megamoe.runtime.vgpu.boxplan import swizzled
 
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
@@ -67,13 +68,6 @@ def encode(start: int, lbo: int, sbo: int, swizzle: int) -> int:
     """The inverse of `decode`, for tests and hand-written PTX."""
     code = _SWIZZLE_BYTES.index(swizzle)
     return (start >> 4 & 0x3FFF) | (lbo >> 4) << 16 | (sbo >> 4) << 32 | code << 62
-
-
-def swizzled(address: NDArray[np.int64], swizzle: int) -> NDArray[np.int64]:
-    """XOR of byte address bits [4:6] with [7:9] (128), [4:5] with [7:8] (64), [4] with [7] (32)."""
-    if swizzle == 0:
-        return address
-    return address ^ ((address >> 7 & (swizzle // 16 - 1)) << 4)
 
 
 @lru_cache(maxsize=1024)
@@ -209,17 +203,3 @@ def a_from_regs(regs: U32, dtype: str) -> F32:
     # [warp, khalf, rowhalf, g, q] → rows (warp, rowhalf, g), words (khalf, q)
     words = np.asarray(regs, np.uint32).reshape(4, 2, 2, 8, 4).transpose(0, 2, 3, 1, 4)
     return to_float(np.ascontiguousarray(words).reshape(64, 8).view(np.uint8), dtype)
-
-
-def mma(d: F32, a: F32, b: F32, scale_d: bool = True, scale_a: int = 1, scale_b: int = 1) -> F32:
-    """D = ±A ±B (+ D) in float32: d [64, N], a [64, K], b [N, K] (rows of B are columns of D).
-
-    The order of the K sums is numpy's. The hardware's is not specified either, so only data whose
-    partial sums are exact (small integers) must agree bit for bit.
-    """
-    out = np.matmul(a, b.T)
-    if scale_a * scale_b < 0:
-        np.negative(out, out=out)
-    if scale_d:
-        out += d
-    return out

@@ -164,9 +164,6 @@ def test_integer_saturation() -> None:
     assert cv.saturate_int(x, 8, True).tolist() == [-128, -1, 0, 127, 127]
     assert cv.saturate_int(x, 16, False).tolist() == [0, 0, 0, 200, 65535]
     assert cv.saturate_int(np.array([2**32 - 1], np.uint32), 32, True).tolist() == [2**31 - 1]
-    sat = cv.saturate_f32(np.array([-1, 0.25, 7, np.nan, -0.0, np.inf], np.float32))
-    assert sat.tolist() == [0, 0.25, 1, 0, 0, 1]
-    assert not np.signbit(sat).any()
 
 
 def test_approximations() -> None:

@@ -9,16 +9,41 @@ import numpy as np
 import pytest
 import torch
 
-from megamoe.runtime.vgpu.tensormap import (
-    TensorMap,
-    TensorMapDesc,
-    box_rows,
-    load_box,
-    store_box,
-)
+from megamoe.runtime.vgpu.tensormap import TensorMap, TensorMapDesc
 
 BASE = 0x7000_0000_1000
 PAD = 64  # bytes before the tensor in its region
+
+
+def load_box(
+    desc: TensorMapDesc, coords: tuple[int, ...], smem: np.ndarray, smem_addr: int,
+    data: np.ndarray, base: int,
+) -> int:  # fmt: skip
+    """Global → shared: `data` are the bytes of the region at `base`, `smem` the shared window.
+
+    Elements outside the tensor are filled. Returns the bytes to complete on the mbarrier.
+    """
+    first, plan = desc.plan(coords, smem_addr)
+    off = first - base
+    plan.scatter_shared(smem, smem_addr, plan.gather_global(data[off : off + plan.extent]))
+    return desc.box_bytes
+
+
+def store_box(
+    desc: TensorMapDesc, coords: tuple[int, ...], smem: np.ndarray, smem_addr: int,
+    data: np.ndarray, base: int,
+) -> int:  # fmt: skip
+    """Shared → global; elements outside the tensor are not written. Returns the bytes written."""
+    first, plan = desc.plan(coords, smem_addr)
+    off = first - base
+    plan.scatter_global(data[off : off + plan.extent], plan.gather_shared(smem, smem_addr))
+    return plan.bytes_inside
+
+
+def box_rows(desc: TensorMapDesc, coords: tuple[int, ...]) -> tuple[np.ndarray, int]:
+    """Global addresses (int64) where the in-bounds part of each row starts, and its bytes."""
+    first, plan = desc.plan(coords, 0)
+    return first + plan.row_starts, plan.row_bytes
 
 
 def naive(

@@ -98,12 +98,3 @@ def test_a_from_registers(dtype: str) -> None:
                 code = by_row[row].view(raw.dtype)[k]
                 regs[warp, reg, lane] |= np.uint32(int(code) << (8 * size * part))
     np.testing.assert_array_equal(wgmma.a_from_regs(regs, dtype), want)
-
-
-def test_mma_scales() -> None:
-    rng = np.random.default_rng(0)
-    a, b, d = (rng.integers(-4, 4, s).astype(np.float32) for s in ((64, 16), (24, 16), (64, 24)))
-    np.testing.assert_array_equal(wgmma.mma(d, a, b), a @ b.T + d)
-    np.testing.assert_array_equal(wgmma.mma(d, a, b, scale_d=False), a @ b.T)
-    np.testing.assert_array_equal(wgmma.mma(d, a, b, scale_a=-1), d - a @ b.T)
-    np.testing.assert_array_equal(wgmma.mma(d, a, b, scale_a=-1, scale_b=-1), a @ b.T + d)
