@@ -89,6 +89,7 @@ _TABLE = {
     "testp": "finite infinite number notanumber normal subnormal f32 f64",
     # control
     "bra": "uni",
+    "brx.idx": "uni",
     "ret": "uni",
     "exit": "",
     "trap": "",

@@ -21,8 +21,9 @@ class Op:
 
     ``sync``: a block starts here, because it may have to wait for ``lanes`` of its own warp or
     (``wait``) for others.
-    ``alone``: the block holds nothing else. ``target``: where a branch goes; ``ends``: control
-    never falls through.
+    ``alone``: the block holds nothing else. ``targets``: where a branch goes (instruction
+    numbers), chosen by ``index`` if there are several; ``ends``: control never falls through.
+    ``direct``: registers it takes from the register file itself.
     """
 
     ins: Instruction
@@ -31,7 +32,8 @@ class Op:
     writes: set[int] = field(default_factory=set)
     sync: str = ""
     alone: bool = False
-    target: int | None = None
+    targets: tuple[int, ...] = ()
+    index: Reg | None = None
     ends: bool = False
     pure: bool = True
     direct: set[int] = field(default_factory=set)

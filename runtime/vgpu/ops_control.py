@@ -8,7 +8,7 @@ from megamoe.runtime.vgpu.alu import Decoder
 from megamoe.runtime.vgpu.codegen import Emitter
 from megamoe.runtime.vgpu.isa import Opcode, unsupported
 from megamoe.runtime.vgpu.ops import Op, count, make
-from megamoe.runtime.vgpu.ptx_ast import Imm, Instruction, Label, Not, Pair, Sink
+from megamoe.runtime.vgpu.ptx_ast import Imm, Instruction, Label, Not, Pair, Reg, Sink, Vec
 
 
 def branch(ins: Instruction, op: Opcode) -> Op:
@@ -17,16 +17,28 @@ def branch(ins: Instruction, op: Opcode) -> Op:
     (label,) = ins.operands
     if not isinstance(label, Label):
         raise unsupported(ins, "the target is not a label of this kernel")
-    made = Op(ins, lambda e: None, target=label.target, ends=ins.guard is None, pure=False)
+    made = Op(ins, lambda e: None, targets=(label.target,), ends=ins.guard is None, pure=False)
     if ins.guard is not None:
         made.reads.add(ins.guard.index)
     return made
 
 
+def branch_table(ins: Instruction, op: Opcode) -> Op:
+    """brx.idx: the index chooses one of the labels of a .branchtargets list."""
+    count(ins, 2)
+    index, table = ins.operands
+    if ins.guard is not None or not isinstance(index, Reg) or not isinstance(table, Vec):
+        raise unsupported(ins, "needs an index register and a .branchtargets list")
+    targets = tuple(x.target for x in table.items)
+    return Op(
+        ins, lambda e: None, {index.index}, targets=targets, index=index, ends=True, pure=False
+    )
+
+
 def skip(ins: Instruction) -> Op:
     """The branch that stands for the guard of an instruction that is not plain arithmetic."""
     around = replace(ins, guard_negated=not ins.guard_negated, index=-1, operands=[])
-    made = Op(around, lambda e: None, target=ins.index + 1, pure=False)
+    made = Op(around, lambda e: None, targets=(ins.index + 1,), pure=False)
     assert ins.guard is not None
     made.reads.add(ins.guard.index)
     return made
@@ -210,8 +222,8 @@ def warp_sync(ins: Instruction, op: Opcode) -> Op:
 
 
 DECODERS: dict[str, Decoder] = {
-    "bra": branch, "ret": leave, "exit": leave, "trap": trap, "brkpt": trap, "pmevent": nothing,
-    "nanosleep": nanosleep, "elect.sync": elect, "vote.sync": vote, "match.any.sync": match,
+    "bra": branch, "brx.idx": branch_table, "ret": leave, "exit": leave, "trap": trap,
+    "brkpt": trap, "pmevent": nothing, "nanosleep": nanosleep, "elect.sync": elect, "vote.sync": vote, "match.any.sync": match,
     "match.all.sync": match, "shfl.sync": shfl, "redux.sync": redux, "activemask": activemask,
     "bar.warp.sync": warp_sync,
 }  # fmt: skip

@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from megamoe.runtime.vgpu import (
     alu,
     alu_bits,
@@ -22,7 +24,7 @@ from megamoe.runtime.vgpu import (
 from megamoe.runtime.vgpu.codegen import NAMESPACE, Emitter
 from megamoe.runtime.vgpu.isa import classify, unsupported
 from megamoe.runtime.vgpu.ops import Op
-from megamoe.runtime.vgpu.ptx_ast import Entry, Instruction, Module, Sym
+from megamoe.runtime.vgpu.ptx_ast import Entry, Instruction, Module, Special, Sym
 
 DECODERS = {
     **alu.DECODERS,
@@ -36,6 +38,7 @@ DECODERS = {
     **ops_remote.DECODERS,
 }
 SMEM_START = 1024  # the first bytes of the shared window are the system's
+_CLOCKS = ("clock", "globaltimer")
 _CHAIN_LIMIT = 256  # ops in one function: bounds code duplication through fall-through
 
 
@@ -87,6 +90,8 @@ class Program:
         self.block_at: dict[int, int] = {}
         self.split()
         self.liveness()
+        self.clocks: set[int] | None = None
+        self.states: dict[int, list[int]] = {}
 
     # -- names -------------------------------------------------------------------------------
     def constant(self, value: Any, stem: str = "K") -> str:
@@ -143,13 +148,13 @@ class Program:
             opcode = classify(ins)
             self.op_at.append(len(self.ops))
             op = DECODERS[opcode.family](ins, opcode)
-            if ins.guard is not None and not op.pure and op.target is None:
+            if ins.guard is not None and not op.pure and not op.targets:
                 around = ops_control.skip(ins)
                 self.ops.append(around)
                 op = DECODERS[opcode.family](replace(ins, guard=None), opcode)
             elif ins.guard is not None:
                 op.reads |= {ins.guard.index}
-                if op.target is None:
+                if not op.targets:
                     op.reads |= op.writes
             self.ops.append(op)
         self.op_at.append(len(self.ops))
@@ -158,8 +163,8 @@ class Program:
         """Cut the operations into blocks."""
         leaders = {0}
         for i, op in enumerate(self.ops):
-            if op.target is not None:
-                leaders |= {self.op_at[op.target], i + 1}
+            if op.targets:
+                leaders |= {i + 1, *(self.op_at[t] for t in op.targets)}
             if op.ends:
                 leaders.add(i + 1)
             if op.sync or op.alone:
@@ -174,8 +179,7 @@ class Program:
         self.block_at[len(self.ops)] = len(self.blocks)
         for b in self.blocks:
             last = self.ops[b.end - 1]
-            if last.target is not None:
-                b.successors.append(self.block_at[self.op_at[last.target]])
+            b.successors += [self.block_at[self.op_at[t]] for t in last.targets]
             if not last.ends:
                 b.successors.append(b.index + 1)
 
@@ -201,6 +205,32 @@ class Program:
                 if out != b.live_out or live != b.live_in:
                     b.live_out, b.live_in, changed = out, live, True
 
+    def clock_registers(self) -> set[int]:
+        """Registers whose values come from a clock."""
+        found: set[int] = set()
+        changed = True
+        while changed:
+            changed = False
+            for op in self.ops:
+                timed = any(isinstance(x, Special) and x.name.startswith(_CLOCKS)
+                            for x in op.ins.operands)  # fmt: skip
+                if (timed or op.reads & found) and not op.writes <= found:
+                    found |= op.writes
+                    changed = True
+        return found
+
+    def state(self, block: int, regs: list) -> list:
+        """The live registers at a block, clocks left out, in a form that compares."""
+        which = self.states.get(block)
+        if which is None:
+            if self.clocks is None:
+                self.clocks = self.clock_registers()
+            live = self.blocks[block].live_in
+            which = self.states[block] = [
+                i for i in range(live.bit_length()) if live >> i & 1 and i not in self.clocks
+            ]
+        return [x.tobytes() if type(x) is np.ndarray else x for x in map(regs.__getitem__, which)]
+
     # -- compiling ---------------------------------------------------------------------------
     def prepare(self, v: Versions) -> None:
         """Choose the operations of a function and the registers whose kinds select it."""
@@ -209,7 +239,7 @@ class Program:
         v.last = b
         while v.full and len(v.ops) < _CHAIN_LIMIT:
             tail, nxt = v.ops[-1], v.last.index + 1
-            if tail.target is not None or tail.ends or tail.alone or nxt >= len(self.blocks):
+            if tail.targets or tail.ends or tail.alone or nxt >= len(self.blocks):
                 break
             first = self.ops[self.blocks[nxt].start]
             if first.alone or (first.sync and first.sync != "lanes"):
@@ -242,11 +272,11 @@ class Program:
 
         for op in v.ops:
             e.ins = op.ins
-            if op.target is None and not op.ends:
+            if not op.targets and not op.ends:
                 op.emit(e)
         last = v.ops[-1]
         e.ins = last.ins
-        if last.target is not None:
+        if last.targets:
             self.emit_branch(e, last, flush, nxt)
         elif last.ends:
             e.flush(flush)
@@ -263,9 +293,16 @@ class Program:
 
     def emit_branch(self, e: Emitter, op: Op, flush: Callable[[int], bool], nxt: int) -> None:
         """A branch at the end of a block: uniform, converged, or splitting the lanes."""
-        assert op.target is not None
-        target = self.block_at[self.op_at[op.target]]
-        guard = op.ins.guard
+        targets = tuple(self.block_at[self.op_at[t]] for t in op.targets)
+        target, guard = targets[0], op.ins.guard
+        if op.index is not None:
+            i = e.val(op.index, "u32")
+            e.flush(flush)
+            if e.scalar(op.index):
+                e.line(f"return {targets}[min({i},{len(targets) - 1})]")
+            else:
+                e.line(f"return w.switch({i},{targets})")
+            return
         if guard is None:
             e.flush(flush)
             e.line(f"return {target}")

@@ -17,6 +17,7 @@ from megamoe.runtime.vgpu.ptx_ast import (
     Reg,
     Sym,
     Variable,
+    Vec,
 )
 from megamoe.runtime.vgpu.ptx_tokens import TYPE_BYTES, Scope, TokenParser
 
@@ -203,12 +204,26 @@ class _Parser(TokenParser):
                 var = self.variable(True)
                 self.entry.variables[var.name] = var
             elif self.toks[self.pos + 1][1] == ":" and self.toks[self.pos][0] == "word":
-                self.scopes[-1].labels[self.next()] = len(self.entry.instructions)
+                name = self.next()
                 self.next()
+                if self.peek() == ".branchtargets":
+                    self.branch_targets(name)
+                else:
+                    self.scopes[-1].labels[name] = len(self.entry.instructions)
             elif tok == "":
                 raise self.error("the entry is not closed")
             else:
                 self.instruction()
+
+    def branch_targets(self, name: str) -> None:
+        """``name: .branchtargets L0, L1, ...;``"""
+        self.next()
+        names = [self.next()]
+        while self.peek() == ",":
+            self.next()
+            names.append(self.next())
+        self.expect(";")
+        self.scopes[-1].tables[name] = names
 
     def close_scope(self) -> None:
         assert self.entry is not None
@@ -217,6 +232,12 @@ class _Parser(TokenParser):
             for i, op in enumerate(ins.operands):
                 if isinstance(op, Sym) and op.name in scope.labels:
                     ins.operands[i] = Label(scope.labels[op.name], op.name)
+                elif isinstance(op, Sym) and op.name in scope.tables:
+                    names = scope.tables[op.name]
+                    missing = [n for n in names if n not in scope.labels]
+                    if missing:
+                        raise PtxSyntaxError(f"PTX line {ins.line}: unknown label {missing[0]}")
+                    ins.operands[i] = Vec(tuple(Label(scope.labels[n], n) for n in names))
         left = [ins for ins in scope.pending if any(self.is_label(op) for op in ins.operands)]
         if self.scopes:
             self.scopes[-1].pending += left

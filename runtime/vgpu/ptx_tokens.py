@@ -75,6 +75,7 @@ class Scope:
         self.regs: dict[str, Reg] = {}
         self.ranges: dict[str, tuple[int, int, int]] = {}
         self.labels: dict[str, int] = {}
+        self.tables: dict[str, list[str]] = {}
         self.pending: list[Instruction] = []
 
 

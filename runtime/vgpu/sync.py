@@ -295,7 +295,7 @@ def mbar_test(w: Warp, ins: Instruction, address: Any, token: Any, parity: bool,
                 w.world.detector.mbarrier_wait(w, ins, bar)
         return done
     if not wait:
-        w.spin()
+        w.spin(ins)
         return done
     if g.timed_out:
         g.timed_out = False

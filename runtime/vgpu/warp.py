@@ -69,6 +69,7 @@ class Warp:
         self.icount = 0
         self.role = ""
         self.last_polls: dict[int, Any] = {}
+        self.last_states: dict[tuple[int, int], list] = {}
         self.params, self.param_base = cta.launch.params, cta.launch.param_base
         self.smem_base, self.globals = cta.smem_base, cta.launch.globals
         self.loaded, self.stored = self.world.loaded[self.pe], self.world.stored[self.pe]
@@ -206,6 +207,21 @@ class Warp:
         self.groups.append(other)
         return -3
 
+    def switch(self, index: np.ndarray, targets: tuple[int, ...]) -> int:
+        """Split the current group by a branch index."""
+        g, bits = self.cur, self.cur.bits
+        lanes: dict[int, int] = {}
+        for lane in np.flatnonzero(g.mask).tolist():
+            to = targets[min(int(index[lane]), len(targets) - 1)]
+            lanes[to] = lanes.get(to, 0) | 1 << lane
+        (first, mine), *others = lanes.items()
+        if mine == bits:
+            return first
+        g.set_bits(mine)
+        g.pc = first
+        self.groups += [Group(self, part, to) for to, part in others]
+        return -3
+
     def leave(self, g: Group) -> None:
         """A group's lanes have exited."""
         self.groups.remove(g)
@@ -262,15 +278,23 @@ class Warp:
         """A load that others may be about to change: in vain if it saw the same as last time."""
         seen = (address, value)
         if self.last_polls.get(a.ins.index) == seen:
-            self.spin()
+            self.spin(a.ins)
         else:
             self.last_polls[a.ins.index] = seen
 
-    def spin(self) -> None:
-        """End the turn: this group polls in vain."""
+    def spin(self, ins: Instruction) -> None:
+        """End the turn: this group polls in vain.
+
+        The warp counts as spinning if nothing but clocks has changed in its live registers since
+        the last fruitless poll here; work that looks at the same flag in every step is no spin.
+        """
         g = self.cur
         g.polled = True
         self.stop = True
+        state = self.program.state(g.pc, self.regs)
+        if self.last_states.get((ins.index, g.bits)) != state:
+            self.last_states[ins.index, g.bits] = state
+            return
         self.spinning = all(x.polled or x.waiting is not None for x in self.groups)
 
     # -- helpers of generated code -----------------------------------------------------------

@@ -272,6 +272,46 @@ def test_a_loop_without_effect_is_a_deadlock() -> None:
         run(entry(spin, u64_params(1)), [np.zeros(1, np.uint32)], stall_instructions=20000)
 
 
+def test_work_that_looks_at_the_same_flag_is_no_spin() -> None:
+    """200 steps that each poll an abort word that stays 0: the deadline must not expire."""
+    out = np.zeros(2, np.uint32)
+    body = """
+    ld.param.u64 %d0, [p0]; mov.u64 %d1, %globaltimer; add.u64 %d2, %d1, 300000000000;
+    mov.u32 %r5, 0;
+    STEP: ld.acquire.sys.global.u32 %r1, [%d0]; setp.ne.u32 %p0, %r1, 0; @%p0 trap;
+    mov.u64 %d3, %globaltimer; setp.gt.u64 %p1, %d3, %d2; @%p1 trap;
+    add.u32 %r5, %r5, 1; setp.lt.u32 %p2, %r5, 200; @%p2 bra STEP;
+    st.global.u32 [%d0+4], %r5;
+    """
+    run(entry(body, u64_params(1)), [out])
+    assert out[1] == 200
+
+
+@pytest.mark.parametrize("completion", ["late", "random"])
+def test_a_counting_spin_does_not_starve_late_copies(completion: str) -> None:
+    out = np.zeros(40, np.uint32)
+    head = MBAR + ".shared .align 128 .b8 buf[64];\n"
+    body = (
+        START
+        + """
+    setp.ne.u32 %p0, %r0, 0; setp.ge.u32 %p3, %r0, 32;
+    @%p0 bra A; mbarrier.init.shared.b64 [bars], 1; A: bar.sync 0;
+    @%p3 bra COUNT; @%p0 bra B; mov.u32 %r2, buf; mov.u32 %r3, bars;
+    mbarrier.arrive.expect_tx.shared.b64 _, [bars], 64;
+    cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%d0], 64, [%r3];
+    B: """
+        + WAIT % (0, 0)
+        + """
+    st.global.u32 [%d0+128], 7; exit;
+    COUNT: mov.u32 %r6, 0;
+    C: add.u32 %r6, %r6, 1; ld.volatile.global.u32 %r7, [%d0+128]; setp.eq.u32 %p1, %r7, 0;
+    @%p1 bra C;
+    """
+    )
+    run(entry(body, u64_params(1), head=head), [out], block=64, completion=completion)
+    assert out[32] == 7
+
+
 def test_all_threads_may_be_counted_or_not() -> None:
     body = START + "setp.eq.u32 %p0, %r1, 0; @%p0 bra A; bar.sync 0; exit; A: bar.sync 0, 96;"
     run(entry(body, u64_params(1)), [0], block=96)

@@ -47,6 +47,20 @@ def test_uniform_value_written_in_one_arm_only() -> None:
     np.testing.assert_array_equal(result(body), want)
 
 
+def test_branch_tables() -> None:
+    code = """
+    ts: .branchtargets A, B, C;
+    brx.idx %r3, ts;
+    A: mov.u32 %r1, 10; bra JOIN;
+    B: mov.u32 %r1, 20; bra JOIN;
+    C: mov.u32 %r1, 30;
+    JOIN: add.u32 %r1, %r1, %r0;
+    """
+    np.testing.assert_array_equal(result("mov.u32 %r1, 0; mov.u32 %r3, 1;" + code), 20 + LANE)
+    want = np.array([10, 20, 30])[LANE % 3] + LANE
+    np.testing.assert_array_equal(result("mov.u32 %r1, 0; rem.u32 %r3, %r0, 3;" + code), want)
+
+
 def test_early_exit_and_partial_warps() -> None:
     body = "setp.gt.u32 %p0, %r0, 40; @%p0 exit; mov.u32 %r1, 7;"
     np.testing.assert_array_equal(result(body, block=50), np.where(np.arange(50) > 40, 0, 7))
