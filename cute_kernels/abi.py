@@ -14,6 +14,9 @@ PARAMETERS: tuple[tuple[str, str, str], ...] = (
     ("weights", "u64", "address of topk_weights [T, K] fp32"),
     ("tokens", "u64", "address of T, int32"),
     ("y", "u64", "address of the output [T, H] bf16, contiguous"),
+    ("residual", "u64", "address of rows [T, H] bf16 added to y, or 0"),
+    ("bias13", "u64", "address of the fc1 bias [E_local, rows], or 0"),
+    ("bias2", "u64", "address of the fc2 bias [E_local, H], or 0"),
     ("symmetric", "u64", "this PE's symmetric block"),
     ("local", "u64", "this PE's local block"),
     ("maps", "u64", "address of the tensor maps, MAPS order, 128 bytes each"),
@@ -23,7 +26,7 @@ PARAMETERS: tuple[tuple[str, str, str], ...] = (
 )
 """Launch parameters in order: name, width, meaning. The host packs them from this table."""
 
-MAPS = ("w13", "w2", "pool_x", "pool_h", "pool_h_store")
+MAPS = ("w13", "w2", "pool_x", "pool_x_8", "pool_h", "pool_h_8", "pool_h_store")
 """Order of the tensor maps; their boxes are in ``tensor_maps.py``."""
 
 

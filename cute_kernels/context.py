@@ -27,6 +27,9 @@ class Context:
     ids_wide: Int32
     weights: Int64
     y: Int64
+    residual: Int64
+    bias13: Int64
+    bias2: Int64
     symmetric: Int64
     local: Int64
     maps: Int64

@@ -77,7 +77,7 @@ def count_rows(c: Context, first: Int32, end: Int32, rows: Int32, primaries: Int
 @cute.jit
 def prefix_over_warps(c: Context, thread: Int32, histograms: Int32):
     """Turn the warps' counts into exclusive prefixes and publish the CTA's totals."""
-    slots = c.problem.num_experts
+    slots = c.problem.num_slots
     for column in range(thread, 2 * slots, THREADS):
         running = Int32(0)
         for warp in cutlass.range(NUM_WARPS, unroll=1):
@@ -93,9 +93,7 @@ def total_over_ctas(c: Context, column: Int32, first: Int32, end: Int32) -> Int3
     """Sum of one histogram column over the chunks of CTAs ``[first, end)``."""
     total = Int32(0)
     for cta in range(first, end):
-        total += ptx.ld_i32(
-            c.loc("histogram") + Int64(cta * 2 * c.problem.num_experts + column) * 4
-        )
+        total += ptx.ld_i32(c.loc("histogram") + Int64(cta * 2 * c.problem.num_slots + column) * 4)
     return total
 
 
@@ -111,7 +109,7 @@ def list_bases(c: Context, warp: Int32, senders: Int32, bases: Int32):
             slot = start + lane()
             count = Int32(0)
             if slot < stop:
-                count = total_over_ctas(c, c.problem.num_experts + slot, Int32(0), senders)
+                count = total_over_ctas(c, c.problem.num_slots + slot, Int32(0), senders)
             inclusive = warp_inclusive_sum(count)
             if slot < stop:
                 ptx.sts_i32(bases + slot * 4, carry + inclusive - count)
@@ -122,7 +120,7 @@ def list_bases(c: Context, warp: Int32, senders: Int32, bases: Int32):
 @cute.jit
 def add_bases(c: Context, thread: Int32, senders: Int32, histograms: Int32, bases: Int32):
     """Add what earlier CTAs and earlier slots put before this CTA's rows and records."""
-    slots = c.problem.num_experts
+    slots = c.problem.num_slots
     for column in range(thread, 2 * slots, THREADS):
         before = total_over_ctas(c, column, Int32(0), c.cta)
         if column >= slots:
@@ -180,7 +178,7 @@ def send_record(c: Context, pair: Pair, position: Int32, record: Int32):
 def publish_counts(c: Context, thread: Int32, senders: Int32):
     """The last CTA to finish writes this PE's whole count row to every PE, then ``arrive``."""
     problem = c.problem
-    slots = problem.num_experts
+    slots = problem.num_slots
     row = c.bank * problem.num_pes + c.pe
     for slot in range(thread, slots, THREADS):
         count = total_over_ctas(c, slot, Int32(0), senders)
@@ -225,7 +223,7 @@ def dispatch_send(c: Context, thread: Int32):
 @cute.jit
 def count_and_send(c: Context, thread: Int32, senders: Int32):
     """Both passes over this CTA's chunk of tokens."""
-    slots = c.problem.num_experts
+    slots = c.problem.num_slots
     warp = thread // 32
     histograms = c.smem
     bases = c.smem + NUM_WARPS * 2 * slots * 4

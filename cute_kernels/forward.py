@@ -6,7 +6,8 @@ Roles (one CTA per SM, 12 warps):
     warp 0                    load            TMA tiles for fc1 and fc2
     warp 1                    recv-and-place  layout; rows from their source PEs into the pool
     warps 2, 3                reduce          sum contributions, write y
-    warps 4–7, 8–11           math            WGMMA, activation, rows to their source PEs
+    warps 4–7, 8–11           math            WGMMA, activation, rows to their source PEs;
+                                              then reduce
 
 Barriers of a CTA: ``full[s]`` 1 arrival + bytes (load → math), ``empty[s]`` 8 arrivals, one per
 math warp (math → load), ``ring_full[r]`` 1 arrival + bytes (inside recv-and-place),
@@ -29,10 +30,11 @@ from megamoe.cute_kernels.mma_sm90 import math_role
 from megamoe.cute_kernels.pipelines import init_barriers
 from megamoe.cute_kernels.place import recv_and_place
 from megamoe.cute_kernels.problem import KernelConfig, Problem
-from megamoe.cute_kernels.roles import LOAD_WARP, PLACE_WARP, REDUCE_WARP
+from megamoe.cute_kernels.roles import LOAD_WARP, PLACE_WARP
 from megamoe.cute_kernels.smem import (
     CTRL_EPOCH,
     CTRL_FLAG,
+    CTRL_REDUCE,
     CTRL_TOKENS,
     NUM_WARPS,
     SERVICE_WARPS,
@@ -63,6 +65,9 @@ class ForwardKernel:
         weights: Int64,
         tokens: Int64,
         y: Int64,
+        residual: Int64,
+        bias13: Int64,
+        bias2: Int64,
         symmetric: Int64,
         local: Int64,
         maps: Int64,
@@ -81,6 +86,9 @@ class ForwardKernel:
             weights,
             tokens,
             y,
+            residual,
+            bias13,
+            bias2,
             symmetric,
             local,
             maps,
@@ -106,6 +114,9 @@ class ForwardKernel:
         weights: Int64,
         tokens: Int64,
         y: Int64,
+        residual: Int64,
+        bias13: Int64,
+        bias2: Int64,
         symmetric: Int64,
         local: Int64,
         maps: Int64,
@@ -132,6 +143,7 @@ class ForwardKernel:
                 count = Int32(0)
             ptx.sts_i32(ctrl + CTRL_TOKENS, count)
             ptx.sts_i32(ctrl + CTRL_FLAG, Int32(0))
+            ptx.sts_i32(ctrl + CTRL_REDUCE, Int32(0))
             init_barriers(smem, shared, config)
         cute.arch.sync_threads()
         epoch = ptx.lds_i32(ctrl + CTRL_EPOCH)
@@ -150,6 +162,9 @@ class ForwardKernel:
             ids_wide=ids_wide,
             weights=weights,
             y=y,
+            residual=residual,
+            bias13=bias13,
+            bias2=bias2,
             symmetric=symmetric,
             local=local,
             maps=maps,
@@ -177,10 +192,12 @@ class ForwardKernel:
             elif warp == PLACE_WARP:
                 recv_and_place(c)
             else:
-                reduce_role(c, warp - REDUCE_WARP)
+                reduce_role(c)
         else:
             cute.arch.setmaxregister_increase(config.math_registers)
             math_role(c, thread - SERVICE_WARPS * 32)
+            # The sums sit in the tail: math warps without a tile left help with them.
+            reduce_role(c)
 
 
 @cute.jit

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import cutlass
 from cutlass import Int32, cute
 
 from megamoe.cute_kernels import ptx
@@ -36,6 +37,18 @@ class ExpertCursor:
         if rows > BLOCK_M:
             rows = Int32(BLOCK_M)
         return rows
+
+
+@cute.jit
+def token_width(c: Context, rows: Int32) -> Int32:
+    """The smallest of the config's token widths that holds ``rows``."""
+    widths = c.config.token_widths
+    width = Int32(widths[len(widths) - 1])
+    for i in cutlass.range_constexpr(len(widths) - 1):
+        smaller = widths[len(widths) - 2 - i]
+        if rows <= smaller:
+            width = Int32(smaller)
+    return width
 
 
 @cute.jit

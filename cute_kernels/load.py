@@ -1,17 +1,18 @@
 """load: the TMA producer of weight (A) and token (B) tiles for fc1 and fc2. One warp.
 
 Both GEMMs share one loop: tensor maps lie in global memory, so which one a copy uses is an address
-and not a different instruction. A stage is two boxes of 128 weight rows (fc1: gate and up rows of
-the same columns; fc2: two halves of 256 output columns) and one box of 128 pool rows.
+and not a different instruction. A stage is 256 weight rows (fc1 with a gate: 128 gate and 128 up
+rows of the same columns) and as many pool rows as the tile's token width.
 """
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, Int64, cute
 
 from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.abi import MAPS, Phase
+from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context
-from megamoe.cute_kernels.layout import ExpertCursor, tiles_of
+from megamoe.cute_kernels.layout import ExpertCursor, tiles_of, token_width
 from megamoe.cute_kernels.pipelines import (
     StagePosition,
     empty_barrier,
@@ -23,33 +24,110 @@ from megamoe.cute_kernels.scheduler import TilePhase
 from megamoe.cute_kernels.smem import (
     A_STAGE_BYTES,
     B_STAGE_BYTES,
+    BF16_BYTES,
     MATH_WARPGROUPS,
-    STAGE_BYTES,
 )
 from megamoe.cute_kernels.sync import wait_at_least
+from megamoe.cute_kernels.tensor_maps import NARROW_ROWS, WIDE_ROWS
 
 HALF = BLOCK_N // 2
+SLOT_ROWS = 64
+SLOT_BYTES = SLOT_ROWS * BLOCK_K * BF16_BYTES
+ROW_BYTES = BLOCK_K * BF16_BYTES
+
+
+@cute.jit
+def copy_rows_of_k(a: Int32, weights: Int64, k: Int32, rows, parts, expert: Int32, full: Int32):
+    """K-major storage: one box of 128 rows for each half of the tile."""
+    for half in cutlass.range_constexpr(2):
+        target = a + half * (A_STAGE_BYTES // 2)
+        ptx.tma_load_4d(target, weights, k, rows[half], parts[half], expert, full)
+
+
+@cute.jit
+def copy_transposed(a: Int32, weights: Int64, k: Int32, rows, parts, expert: Int32, full: Int32):
+    """Transposed storage: boxes of 64 rows by 64 k; slots 2h and 2h + 1 are half h."""
+    for slot in cutlass.range_constexpr(4):
+        half = slot // 2
+        row = rows[half] + (slot % 2) * SLOT_ROWS
+        target = a + slot * SLOT_BYTES
+        ptx.tma_load_4d(target, weights, row, k, parts[half], expert, full)
+
+
+@cute.jit
+def copy_paired(a: Int32, weights: Int64, k: Int32, row: Int32, expert: Int32, full: Int32):
+    """Transposed and interleaved: 256 rows of gate and up in turn. Warpgroup g holds slots g and
+    g + 2; it gets raw rows 128g … 128g + 127, hence 64 consecutive columns of h."""
+    for slot in cutlass.range_constexpr(4):
+        raw = row + ((slot % 2) * 2 + slot // 2) * SLOT_ROWS
+        ptx.tma_load_4d(a + slot * SLOT_BYTES, weights, raw, k, Int32(0), expert, full)
+
+
+@cute.jit
+def copy_weights(
+    c: Context, a: Int32, phase: Int32, k: Int32, n: Int32, expert: Int32, full: Int32
+):
+    """The weight boxes of one stage."""
+    p = c.problem
+    same_storage = p.w13_transposed == p.w2_transposed and not p.paired_rows
+    first_part = 1 if p.w13_layout == "up_gate" else 0
+    # fc1 with a gate: both halves start at the same row; else the second follows the first.
+    rows_1 = (n * HALF, n * HALF) if p.gated else (n * BLOCK_N, n * BLOCK_N + HALF)
+    parts_1 = (first_part, 1 - first_part) if p.gated else (0, 0)
+    rows_2 = (n * BLOCK_N, n * BLOCK_N + HALF)
+    if cutlass.const_expr(same_storage):
+        weights = c.map("w13")
+        row_0, row_1 = rows_1
+        part_0, part_1 = Int32(parts_1[0]), Int32(parts_1[1])
+        if phase == TilePhase.FC2:
+            weights = c.map("w2")
+            row_0, row_1 = rows_2
+            part_0 = Int32(0)
+            part_1 = Int32(0)
+        copy = copy_transposed if p.w2_transposed else copy_rows_of_k
+        copy(a, weights, k, (row_0, row_1), (part_0, part_1), expert, full)
+    elif phase == TilePhase.FC1:
+        if cutlass.const_expr(p.paired_rows):
+            copy_paired(a, c.map("w13"), k, n * BLOCK_N, expert, full)
+        else:
+            copy = copy_transposed if p.w13_transposed else copy_rows_of_k
+            parts = (Int32(parts_1[0]), Int32(parts_1[1]))
+            copy(a, c.map("w13"), k, rows_1, parts, expert, full)
+    else:
+        copy = copy_transposed if p.w2_transposed else copy_rows_of_k
+        copy(a, c.map("w2"), k, rows_2, (Int32(0), Int32(0)), expert, full)
+
+
+@cute.jit
+def copy_tokens(
+    b: Int32, wide: Int64, narrow: Int64, k: Int32, row: Int32, width: Int32, full: Int32
+):
+    """``width`` pool rows: boxes of 64, the rest in boxes of 8."""
+    boxes = width // WIDE_ROWS
+    for i in cutlass.range(boxes, unroll=1):
+        ptx.tma_load_2d(b + i * (WIDE_ROWS * ROW_BYTES), wide, k, row + i * WIDE_ROWS, full)
+    for i in cutlass.range(boxes * (WIDE_ROWS // NARROW_ROWS), width // NARROW_ROWS, unroll=1):
+        ptx.tma_load_2d(b + i * (NARROW_ROWS * ROW_BYTES), narrow, k, row + i * NARROW_ROWS, full)
 
 
 @cute.jit
 def load_tile(
-    c: Context, position: StagePosition, phase: Int32, expert: Int32, block: Int32, n: Int32
+    c: Context,
+    position: StagePosition,
+    phase: Int32,
+    expert: Int32,
+    block: Int32,
+    n: Int32,
+    width: Int32,
 ) -> StagePosition:
     """All stages of one tile; returns the position after them."""
-    weight_map = c.map("w13")
-    token_map = c.map("pool_x")
-    k_tiles = Int32(c.problem.hidden // BLOCK_K)
-    # fc1: gate and up are index 0 and 1 of the map's third dimension. fc2: its size is 1.
-    row_0 = n * HALF
-    row_1 = row_0
-    part_1 = Int32(1)
+    wide, narrow = c.map("pool_x"), c.map("pool_x_8")
+    k_tiles = Int32(ceil_div(c.problem.hidden, BLOCK_K))
     if phase == TilePhase.FC2:
-        weight_map = c.map("w2")
-        token_map = c.map("pool_h")
-        k_tiles = Int32(c.problem.intermediate // BLOCK_K)
-        row_0 = n * BLOCK_N
-        row_1 = row_0 + HALF
-        part_1 = Int32(0)
+        wide = c.map("pool_h")
+        narrow = c.map("pool_h_8")
+        k_tiles = Int32(ceil_div(c.problem.intermediate, BLOCK_K))
+    nbytes = Int32(A_STAGE_BYTES) + width * ROW_BYTES
     for k_tile in cutlass.range(k_tiles, unroll=1):
         ptx.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
         full = full_barrier(c, position.stage)
@@ -57,12 +135,32 @@ def load_tile(
         b = c.smem + c.shared.b + position.stage * B_STAGE_BYTES
         k = k_tile * BLOCK_K
         with cute.arch.elect_one():
-            ptx.mbarrier_arrive_expect_tx(full, Int32(STAGE_BYTES))
-            ptx.tma_load_4d(a, weight_map, k, row_0, Int32(0), expert, full)
-            ptx.tma_load_4d(a + A_STAGE_BYTES // 2, weight_map, k, row_1, part_1, expert, full)
-            ptx.tma_load_2d(b, token_map, k, block * BLOCK_M, full)
+            ptx.mbarrier_arrive_expect_tx(full, nbytes)
+            copy_weights(c, a, phase, k, n, expert, full)
+            copy_tokens(b, wide, narrow, k, block * BLOCK_M, width, full)
         position.advance()
     return position
+
+
+@cute.jit
+def prefetch_weights(c: Context, expert: Int32, n: Int32):
+    """Bring the first k-tiles of a CTA's first fc1 tile to L2: nothing depends on its rows."""
+    p = c.problem
+    k_tiles = min(c.config.prefetch_tiles, ceil_div(p.hidden, BLOCK_K))
+    row = n * (BLOCK_N if p.paired_rows or not p.gated else HALF)
+    rows_of_box = SLOT_ROWS if p.w13_transposed else HALF
+    parts = 2 if p.gated and not p.paired_rows else 1
+    boxes = BLOCK_N // (rows_of_box * parts)
+    with cute.arch.elect_one():
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            k = k_tile * BLOCK_K
+            for part in cutlass.range_constexpr(parts):
+                for box in cutlass.range_constexpr(boxes):
+                    at = row + box * rows_of_box
+                    if cutlass.const_expr(p.w13_transposed):
+                        ptx.tma_prefetch_4d(c.map("w13"), at, k, Int32(part), expert)
+                    else:
+                        ptx.tma_prefetch_4d(c.map("w13"), k, at, Int32(part), expert)
 
 
 @cute.jit
@@ -76,16 +174,21 @@ def load_role(c: Context):
     fc1_expert = ExpertCursor(expert=Int32(0))
     fc2_expert = ExpertCursor(expert=Int32(0))
     position = make_position(c.config.stages)
+    first = Int32(1)
     tiles.advance()
     while tiles.valid == 1:
         expert = Int32(0)
+        rows = Int32(0)
         if tiles.phase == TilePhase.FC1:
             fc1_expert.seek(c, tiles.block)
             expert = fc1_expert.expert
+            rows = fc1_expert.rows(c, tiles.block)
+            if first == 1:
+                prefetch_weights(c, expert, tiles.n)
             wait_at_least(
                 c.guard,
                 c.counter("x_ready", tiles.block),
-                fc1_expert.rows(c, tiles.block),
+                rows,
                 "gpu",
                 int(Phase.X_READY),
                 c.pe,
@@ -94,6 +197,7 @@ def load_role(c: Context):
         else:
             fc2_expert.seek(c, tiles.block)
             expert = fc2_expert.expert
+            rows = fc2_expert.rows(c, tiles.block)
             wait_at_least(
                 c.guard,
                 c.counter("h_ready", tiles.block),
@@ -103,11 +207,13 @@ def load_role(c: Context):
                 c.pe,
                 tiles.block,
             )
+        first = Int32(0)
         # The rows were written by copies or TMA stores of other CTAs (announced with release);
         # the acquire above is generic, the reads below are asynchronous.
         ptx.fence_proxy_async_global()
         cute.arch.sync_warp()
-        position = load_tile(c, position, tiles.phase, expert, tiles.block, tiles.n)
+        width = token_width(c, rows)
+        position = load_tile(c, position, tiles.phase, expert, tiles.block, tiles.n, width)
         tiles.advance()
     # Leave no copy in flight: wait until math has released every stage.
     for _ in cutlass.range(c.config.stages, unroll=1):

@@ -1,8 +1,9 @@
 """math: WGMMA main loop of the two math warpgroups, weights on the M side, tokens on the N side.
 
-CTA tile 256 weight rows × 128 tokens × 64. Warpgroup w holds weight rows 64w … 64w+63 of both
+CTA tile 256 weight rows × up to 128 tokens × 64. Warpgroup w holds weight rows 64w … 64w+63 of both
 halves, so in fc1 a thread has gate ``acc[i]`` and up ``acc[i + 64]`` of the same value. Index of a
-thread's accumulator: token parity + 2·(row, row + 8) + 4·(token / 8) + 64·half.
+thread's accumulator: token parity + 2·(row, row + 8) + 4·(token / 8) + 64·half, for every token
+width alike: one accumulator and one epilogue serve all widths.
 """
 
 import cutlass
@@ -11,9 +12,11 @@ from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context, lane
-from megamoe.cute_kernels.epilogue import GROUP_THREADS, fc1_epilogue, fc2_epilogue
-from megamoe.cute_kernels.layout import ExpertCursor, tiles_of
+from megamoe.cute_kernels.fc1_epilogue import fc1_epilogue
+from megamoe.cute_kernels.fc2_epilogue import fc2_epilogue
+from megamoe.cute_kernels.layout import ExpertCursor, tiles_of, token_width
 from megamoe.cute_kernels.pipelines import (
     StagePosition,
     empty_barrier,
@@ -22,37 +25,44 @@ from megamoe.cute_kernels.pipelines import (
 )
 from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M, BLOCK_N
 from megamoe.cute_kernels.scheduler import TilePhase
+from megamoe.cute_kernels.staging import GROUP_THREADS
 from megamoe.cute_kernels.sync import aborted
 
 WGMMA_K = 16
+ACCUMULATORS = 128
+"""fp32 accumulators of a thread: 2 halves of 16 token octets of 4."""
 
 
-def make_mma():
-    """Two warpgroups along M, each 64 rows × 128 tokens at a time, both operands K-major."""
+def make_mma(width: int, transposed: bool):
+    """Two warpgroups along M, each 64 rows × ``width`` tokens at a time; tokens are K-major,
+    weights K-major or, if stored transposed, M-major."""
     return sm90.make_trivial_tiled_mma(
         BFloat16,
         BFloat16,
-        OperandMajorMode.K,
+        OperandMajorMode.MN if transposed else OperandMajorMode.K,
         OperandMajorMode.K,
         Float32,
         (2, 1, 1),
-        (64, BLOCK_M),
+        (64, width),
     )
 
 
-def operand_layout(rows: int, stages: int):
-    """K-major tile of ``rows`` × BLOCK_K with the 128-byte swizzle that TMA writes."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-    return cute.tile_to_shape(atom, (rows, BLOCK_K, stages), order=(0, 1, 2))
-
-
-def operand(c: Context, offset: int, rows: int):
-    """Shared-memory tensor (rows, BLOCK_K, stages) at ``offset``."""
-    layout = operand_layout(rows, c.config.stages)
+def operand(c: Context, offset: int, rows: int, transposed: bool, stage_elements: int):
+    """Shared-memory tensor (rows, BLOCK_K, stages) at ``offset``, as the TMA boxes fill it with a
+    128-byte swizzle: rows of 64 k, or (transposed) slots of 64 rows with k outside."""
+    kind = warpgroup.SmemLayoutAtomKind.K_SW128
+    order = (0, 1)
+    if transposed:
+        kind = warpgroup.SmemLayoutAtomKind.MN_SW128
+        order = (1, 0)
+    atom = warpgroup.make_smem_layout_atom(kind, BFloat16)
+    one = cute.tile_to_shape(atom, (rows, BLOCK_K), order=order)
+    stages = cute.make_layout(c.config.stages, stride=stage_elements)
+    layout = cute.append(one.outer, stages)
     pointer = cute.recast_ptr(
-        ptx.shared_ptr(BFloat16, c.smem + offset, 1024), layout.inner, dtype=BFloat16
+        ptx.shared_ptr(BFloat16, c.smem + offset, 1024), one.inner, dtype=BFloat16
     )
-    return cute.make_tensor(pointer, layout.outer)
+    return cute.make_tensor(pointer, layout)
 
 
 @cute.jit
@@ -64,16 +74,31 @@ def release(c: Context, stage: Int32):
 
 @cute.jit
 def main_loop(
-    c: Context, tiled_mma, a_frag, b_frag, acc, position: StagePosition, k_tiles: Int32
+    c: Context,
+    acc: cute.Tensor,
+    math_thread: Int32,
+    position: StagePosition,
+    k_tiles: Int32,
+    width: cutlass.Constexpr[int],
+    transposed: cutlass.Constexpr[bool],
 ) -> StagePosition:
     """Accumulate one tile; one WGMMA group stays in flight while the next stage is awaited."""
+    tiled_mma = make_mma(width, transposed)
+    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+    thread_mma = tiled_mma.get_slice(math_thread)
+    weights = operand(c, c.shared.a, BLOCK_N, transposed, BLOCK_N * BLOCK_K)
+    tokens = operand(c, c.shared.b, width, False, BLOCK_M * BLOCK_K)
+    a_frag = tiled_mma.make_fragment_A(thread_mma.partition_A(weights))
+    b_frag = tiled_mma.make_fragment_B(thread_mma.partition_B(tokens))
+    layout = cute.make_layout(((2, 2, width // 8), 2, 1), stride=((1, 2, 4), 64, 0))
+    narrow = cute.make_tensor(acc.iterator, layout)
     previous = Int32(-1)
     for _ in cutlass.range(k_tiles, unroll=1):
         ptx.mbarrier_wait(full_barrier(c, position.stage), position.parity)
         warpgroup.fence()
         for k_block in cutlass.range_constexpr(BLOCK_K // WGMMA_K):
             index = (None, None, k_block, position.stage)
-            cute.gemm(tiled_mma, acc, a_frag[index], b_frag[index], acc)
+            cute.gemm(tiled_mma, narrow, a_frag[index], b_frag[index], narrow)
         warpgroup.commit_group()
         warpgroup.wait_group(1)
         if previous >= 0:
@@ -86,35 +111,63 @@ def main_loop(
 
 
 @cute.jit
+def accumulate(
+    c: Context,
+    acc: cute.Tensor,
+    math_thread: Int32,
+    position: StagePosition,
+    k_tiles: Int32,
+    tile_width: Int32,
+    transposed: cutlass.Constexpr[bool],
+) -> StagePosition:
+    """``main_loop`` of the tile's token width."""
+    for width in cutlass.range_constexpr(8, BLOCK_M + 1, 8):
+        if cutlass.const_expr(width in c.config.token_widths):
+            if tile_width == width:
+                position = main_loop(c, acc, math_thread, position, k_tiles, width, transposed)
+    return position
+
+
+@cute.jit
 def math_role(c: Context, math_thread: Int32):
     """The whole role of both warpgroups; ``math_thread`` counts over them, 0 to 255."""
+    p = c.problem
     group = math_thread // GROUP_THREADS
     thread = math_thread % GROUP_THREADS
-    tiled_mma = make_mma()
-    thread_mma = tiled_mma.get_slice(math_thread)
-    a_frag = tiled_mma.make_fragment_A(thread_mma.partition_A(operand(c, c.shared.a, BLOCK_N)))
-    b_frag = tiled_mma.make_fragment_B(thread_mma.partition_B(operand(c, c.shared.b, BLOCK_M)))
-    acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((BLOCK_N, BLOCK_M)), Float32)
-    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+    acc = cute.make_rmem_tensor((ACCUMULATORS,), Float32)
     tiles = tiles_of(c)
     fc1_expert = ExpertCursor(expert=Int32(0))
     fc2_expert = ExpertCursor(expert=Int32(0))
     position = make_position(c.config.stages)
+    fc1_k_tiles = Int32(ceil_div(p.hidden, BLOCK_K))
+    fc2_k_tiles = Int32(ceil_div(p.intermediate, BLOCK_K))
     tiles.advance()
     while tiles.valid == 1:
         # Zero-initialised instead of a peeled first step: a shared accumulator with a peeled
         # step makes ptxas serialise WGMMA (C7511).
         acc.fill(0.0)
-        k_tiles = Int32(c.problem.hidden // BLOCK_K)
-        if tiles.phase == TilePhase.FC2:
-            k_tiles = Int32(c.problem.intermediate // BLOCK_K)
-        position = main_loop(c, tiled_mma, a_frag, b_frag, acc, position, k_tiles)
+        expert = Int32(0)
+        rows = Int32(0)
+        k_tiles = fc1_k_tiles
         if tiles.phase == TilePhase.FC1:
             fc1_expert.seek(c, tiles.block)
+            expert = fc1_expert.expert
             rows = fc1_expert.rows(c, tiles.block)
-            fc1_epilogue(c, acc, thread, group, tiles.block, tiles.n, rows)
         else:
             fc2_expert.seek(c, tiles.block)
+            expert = fc2_expert.expert
             rows = fc2_expert.rows(c, tiles.block)
-            fc2_epilogue(c, acc, thread, group, tiles.block, tiles.n, rows, aborted(c.guard))
+            k_tiles = fc2_k_tiles
+        width = token_width(c, rows)
+        if cutlass.const_expr(p.w13_transposed == p.w2_transposed):
+            position = accumulate(c, acc, math_thread, position, k_tiles, width, p.w2_transposed)
+        elif tiles.phase == TilePhase.FC1:
+            position = accumulate(c, acc, math_thread, position, k_tiles, width, p.w13_transposed)
+        else:
+            position = accumulate(c, acc, math_thread, position, k_tiles, width, p.w2_transposed)
+        if tiles.phase == TilePhase.FC1:
+            fc1_epilogue(c, acc, thread, group, expert, tiles.block, tiles.n, rows)
+        else:
+            suppress = aborted(c.guard)
+            fc2_epilogue(c, acc, thread, group, expert, tiles.block, tiles.n, rows, suppress)
         tiles.advance()

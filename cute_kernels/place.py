@@ -58,7 +58,7 @@ def lay_out(c: Context):
     num_pes = problem.num_pes
     first_slot = c.slot_base(c.pe)
     experts = c.local_experts()
-    counts = c.sym("route_count") + Int64(c.bank * num_pes) * (problem.num_experts * 4)
+    counts = c.sym("route_count") + Int64(c.bank * num_pes) * (problem.num_slots * 4)
     carry = Int32(0)
     base = Int32(0)
     while base < experts:
@@ -70,7 +70,7 @@ def lay_out(c: Context):
                 source = batch * LOAD_BATCH + i
                 count = Int32(0)
                 if (expert < experts) & (source < num_pes):
-                    index = source * problem.num_experts + first_slot + expert
+                    index = source * problem.num_slots + first_slot + expert
                     count = ptx.ld_i32(counts + Int64(index) * 4)
                 loaded.append(count)
             for i in cutlass.range_constexpr(min(LOAD_BATCH, num_pes)):
@@ -120,7 +120,7 @@ def pools_fit(c: Context) -> Int32:
     """1 if the padded segments of every PE fit its pool. All PEs see the same counts, so all
     decide alike; the first PE that is too small goes into the status record."""
     problem = c.problem
-    counts = c.sym("route_count") + Int64(c.bank * problem.num_pes) * (problem.num_experts * 4)
+    counts = c.sym("route_count") + Int64(c.bank * problem.num_pes) * (problem.num_slots * 4)
     fit = Int32(1)
     for pe in cutlass.range(problem.num_pes, unroll=1):
         needed = Int32(0)
@@ -129,7 +129,7 @@ def pools_fit(c: Context) -> Int32:
         for slot in cutlass.range(start + lane(), stop, 32, unroll=1):
             rows = Int32(0)
             for source in cutlass.range(problem.num_pes, unroll=4):
-                index = source * problem.num_experts + slot
+                index = source * problem.num_slots + slot
                 rows += ptx.ld_i32(counts + Int64(index) * 4)
             needed += (rows + BLOCK_M - 1) // BLOCK_M
         needed = cute.arch.shuffle_sync(warp_inclusive_sum(needed), 31) * BLOCK_M

@@ -4,6 +4,7 @@ Letters: P PEs, T tokens, H hidden, I intermediate, E experts, K top-k, S expert
 M pool rows. Pure integers: nothing here imports the compiler.
 """
 
+import itertools
 from dataclasses import dataclass
 
 from megamoe.cute_kernels.arith import ceil_div, round_up
@@ -14,7 +15,13 @@ BLOCK_N = 256
 """Weight rows of one tile: 128 gate and 128 up rows in fc1, 256 output columns in fc2."""
 BLOCK_K = 64
 """Reduction elements of one pipeline stage: one 128-byte swizzle row of bf16."""
-ACTIVATIONS = ("silu", "relu")
+GATED_ACTIVATIONS = ("silu", "gelu_tanh", "relu", "gpt_oss", "swiglu_clamped")
+PLAIN_ACTIVATIONS = ("relu2",)
+CLAMPED_ACTIVATIONS = ("gpt_oss", "swiglu_clamped")
+W13_LAYOUTS = ("gate_up", "up_gate", "interleaved")
+BIAS_TYPES = ("none", "bf16", "f32")
+SIZE_MULTIPLE = 8
+"""H and I: a 16-byte bf16 vector."""
 MAX_PES = 64
 MAX_TOP_K = 32
 MAX_SEND_CTAS = 16
@@ -23,27 +30,36 @@ MAX_SEND_CTAS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Static sizes of a forward kernel.
+    """Static sizes and conventions of a forward kernel.
 
     Args:
-        hidden: H, a multiple of 64.
-        intermediate: I, a multiple of 64.
+        hidden: H, a multiple of 8.
+        intermediate: I, a multiple of 8.
         num_experts: E over all PEs.
-        experts_per_pe: largest number of experts any PE holds (E_local).
+        num_slots: S, expert slots of all PEs: E, or more with replicated experts.
+        experts_per_pe: largest number of slots any PE holds (E_local).
         top_k: K, 1 to 32.
         num_pes: P, 1 to 64.
         max_tokens: Tmax, tokens a PE may pass in one call.
         pool_rows: M, rows of the expert-major pool, a multiple of BLOCK_M.
         capacity_checked: False when M is the worst case, so that no call can overflow the pool.
-        activation: ``"silu"`` or ``"relu"``, both gated.
+        activation: see ``activation.py``; all but ``"relu2"`` are gated.
+        alpha, limit: parameters of ``"gpt_oss"``; ``limit`` also of ``"swiglu_clamped"``.
+        w13_layout: order of gate and up rows: ``"gate_up"``, ``"up_gate"``, ``"interleaved"``.
+        w13_transposed: w13 is ``[E_local, H, rows]`` instead of ``[E_local, rows, H]``.
+        w2_transposed: w2 is ``[E_local, I, H]`` instead of ``[E_local, H, I]``.
+        bias13, bias2: type of the biases ``[E_local, rows]`` and ``[E_local, H]``, or ``"none"``.
+        weight_at: where the router weight is applied, ``"act"`` or ``"combine"``.
 
     Raises:
-        ValueError: a size outside the ranges above; names the field, the value and what is allowed.
+        ValueError: a value outside the ranges above; names the field, the value and what is
+            allowed.
     """
 
     hidden: int
     intermediate: int
     num_experts: int
+    num_slots: int
     experts_per_pe: int
     top_k: int
     num_pes: int
@@ -51,23 +67,39 @@ class Problem:
     pool_rows: int
     capacity_checked: bool = False
     activation: str = "silu"
+    alpha: float = 1.702
+    limit: float = 0.0
+    w13_layout: str = "gate_up"
+    w13_transposed: bool = False
+    w2_transposed: bool = False
+    bias13: str = "none"
+    bias2: str = "none"
+    weight_at: str = "act"
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, allowed: str) -> None:
             if not ok:
                 raise ValueError(f"{name}={getattr(self, name)!r}: {allowed}")
 
+        def one_of(name: str, allowed: tuple[str, ...]) -> None:
+            need(getattr(self, name) in allowed, name, f"must be one of {allowed}")
+
         for name in ("hidden", "intermediate"):
             value = getattr(self, name)
-            need(value > 0 and value % 64 == 0, name, "must be a positive multiple of 64")
+            need(
+                value > 0 and value % SIZE_MULTIPLE == 0,
+                name,
+                f"must be a positive multiple of {SIZE_MULTIPLE}",
+            )
         need(1 <= self.top_k <= MAX_TOP_K, "top_k", f"must be 1 to {MAX_TOP_K}")
         need(1 <= self.num_pes <= MAX_PES, "num_pes", f"must be 1 to {MAX_PES}")
         need(self.num_experts >= 1, "num_experts", "must be at least 1")
+        need(self.num_slots >= self.num_experts, "num_slots", "must be at least num_experts")
         need(self.top_k <= self.num_experts, "top_k", "must not exceed num_experts")
         need(
-            ceil_div(self.num_experts, self.num_pes) <= self.experts_per_pe <= self.num_experts,
+            ceil_div(self.num_slots, self.num_pes) <= self.experts_per_pe <= self.num_slots,
             "experts_per_pe",
-            "must hold all experts on num_pes PEs",
+            "must hold all expert slots on num_pes PEs",
         )
         need(self.max_tokens >= 1, "max_tokens", "must be at least 1")
         need(
@@ -75,12 +107,39 @@ class Problem:
             "pool_rows",
             f"must be a positive multiple of {BLOCK_M}",
         )
-        need(self.activation in ACTIVATIONS, "activation", f"must be one of {ACTIVATIONS}")
+        one_of("activation", GATED_ACTIVATIONS + PLAIN_ACTIVATIONS)
+        if self.activation in CLAMPED_ACTIVATIONS:
+            need(self.limit > 0, "limit", "must be positive with a clamped activation")
+        one_of("w13_layout", W13_LAYOUTS)
+        need(
+            self.gated or self.w13_layout == "gate_up",
+            "w13_layout",
+            "must be 'gate_up' without a gate",
+        )
+        one_of("bias13", BIAS_TYPES)
+        one_of("bias2", BIAS_TYPES)
+        one_of("weight_at", ("act", "combine"))
         need(
             self.position_bits + max(1, (self.experts_per_pe - 1).bit_length()) <= 31,
             "max_tokens",
             "max_tokens * top_k * experts_per_pe must stay below 2**31 (route record packing)",
         )
+
+    @property
+    def gated(self) -> bool:
+        """True if w13 holds gate and up rows."""
+        return self.activation in GATED_ACTIVATIONS
+
+    @property
+    def paired_rows(self) -> bool:
+        """True if gate and up rows alternate in shared memory too (transposed and interleaved),
+        so that the epilogue pairs them by shuffles."""
+        return self.gated and self.w13_transposed and self.w13_layout == "interleaved"
+
+    @property
+    def w13_rows(self) -> int:
+        """Rows of w13 of one expert: 2I with a gate, else I."""
+        return (2 if self.gated else 1) * self.intermediate
 
     @property
     def position_bits(self) -> int:
@@ -94,8 +153,8 @@ class Problem:
 
     @property
     def fc1_tiles(self) -> int:
-        """fc1 tiles of one M-block: BLOCK_N weight rows are half gate, half up."""
-        return ceil_div(self.intermediate, BLOCK_N // 2)
+        """fc1 tiles of one M-block; with a gate BLOCK_N weight rows are half gate, half up."""
+        return ceil_div(self.intermediate, BLOCK_N // 2 if self.gated else BLOCK_N)
 
     @property
     def fc2_tiles(self) -> int:
@@ -116,6 +175,10 @@ class KernelConfig:
         service_registers, math_registers: ``setmaxnreg`` of the two kinds of warpgroup.
         lag_waves: how many waves of fc1 tiles lie between fc1 and fc2 of an M-block.
         ring_slots: row-copy slots of at most 4 KB in recv-and-place.
+        token_widths: tokens a tile's WGMMA may cover; a tile takes the smallest that holds its
+            valid rows. Multiples of 8, ascending, the last BLOCK_M.
+        prefetch_tiles: weight k-tiles of a CTA's first tile that are brought to L2 while its
+            rows are awaited.
         poll_sleep_ns: pause between two polls of a cross-CTA word.
     """
 
@@ -124,6 +187,8 @@ class KernelConfig:
     math_registers: int = 224
     lag_waves: int = 1
     ring_slots: int = 3
+    token_widths: tuple[int, ...] = (8, 16, 32, 64, BLOCK_M)
+    prefetch_tiles: int = 8
     poll_sleep_ns: int = 64
 
     def __post_init__(self) -> None:
@@ -131,11 +196,18 @@ class KernelConfig:
             ("stages", 2, 8),
             ("lag_waves", 1, 64),
             ("ring_slots", 2, 16),
+            ("prefetch_tiles", 0, 64),
             ("poll_sleep_ns", 0, 1_000_000),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name}={value}: must be {low} to {high}")
+        widths = self.token_widths
+        ascending = all(a < b for a, b in itertools.pairwise(widths))
+        if not widths or widths[-1] != BLOCK_M or not ascending or any(w % 8 for w in widths):
+            raise ValueError(
+                f"token_widths={widths}: must be ascending multiples of 8 that end with {BLOCK_M}"
+            )
         for name in ("service_registers", "math_registers"):
             value = getattr(self, name)
             if value % 8 or not 24 <= value <= 240:

@@ -5,9 +5,13 @@ CTA's shared memory. Bulk copies (``cp_async_bulk_*``) act once per executing *t
 under ``elect_one`` or in lanes that each own a copy.
 """
 
+import math
+
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.arch import inline_ptx
+
+LOG2_E = math.log2(math.e)
 
 
 def global_ptr(dtype, address: Int64, align: int):
@@ -26,6 +30,15 @@ def shared_ptr(dtype, address: Int32, align: int):
 def ld_i32(address: Int64) -> Int32:
     """Weak 4-byte load."""
     return cute.arch.load(global_ptr(Int32, address, 4), Int32)
+
+
+def ld_u16(address: Int64) -> Int32:
+    """Weak 2-byte load, zero-extended."""
+    return inline_ptx(
+        "{ .reg .b16 h; ld.global.b16 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }",
+        write_only_types=[Int32],
+        read_only_args=[address],
+    )
 
 
 def ld_i64(address: Int64) -> Int64:
@@ -216,6 +229,14 @@ def tma_load_2d(smem: Int32, map_address: Int64, c0, c1, mbarrier: Int32) -> Non
     )
 
 
+def tma_prefetch_4d(map_address: Int64, c0, c1, c2, c3) -> None:
+    """Bring the box at ``(c0 innermost … c3)`` to L2."""
+    inline_ptx(
+        "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [{$r0}, {{$r1}, {$r2}, {$r3}, {$r4}}];",
+        read_only_args=[map_address, c0, c1, c2, c3],
+    )
+
+
 def tma_store_2d(map_address: Int64, c0, c1, smem: Int32) -> None:
     """Box at ``(c0 innermost, c1)`` from shared memory, in this thread's bulk group."""
     inline_ptx(
@@ -314,7 +335,7 @@ def bf16_to_f32(bits: Int32, high: bool) -> Float32:
         shifted = bits & Int32(-65536)
     else:
         shifted = bits << 16
-    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[shifted])
+    return bits_to_f32(shifted)
 
 
 def exp2_approx(x: Float32) -> Float32:
@@ -336,3 +357,15 @@ def max_nan(a: Float32, b: Float32) -> Float32:
     return inline_ptx(
         "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
     )
+
+
+def min_nan(a: Float32, b: Float32) -> Float32:
+    """Minimum that keeps NaN."""
+    return inline_ptx(
+        "min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def bits_to_f32(bits: Int32) -> Float32:
+    """The float with these bits."""
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])

@@ -70,6 +70,22 @@ def load_id(c: Context, token: Int32, k: Int32) -> Int32:
 
 
 @cute.jit
+def place_of(c: Context, expert: Int32, token: Int32) -> Int32:
+    """PE << 16 | local index of the slot that serves ``expert`` for ``token``.
+
+    ``expert_map`` holds it, or −1 for an expert with replicas of which none is on this PE: then
+    replica ``token mod replicas`` serves it.
+    """
+    word = ptx.ld_i32(c.loc("expert_map") + Int64(expert) * 4)
+    if cutlass.const_expr(c.problem.num_slots > c.problem.num_experts):
+        if word < 0:
+            start = ptx.ld_i32(c.loc("replica_start") + Int64(expert) * 4)
+            count = ptx.ld_i32(c.loc("replica_start") + Int64(expert + 1) * 4) - start
+            word = ptx.ld_i32(c.loc("replica") + Int64(start + token % count) * 4)
+    return word
+
+
+@cute.jit
 def route_pair(c: Context, base: Int32, end: Int32) -> Pair:
     """This lane's pair of the step that starts at token ``base``; tokens ≥ ``end`` are idle.
 
@@ -83,7 +99,7 @@ def route_pair(c: Context, base: Int32, end: Int32) -> Pair:
     if (within < tokens_per_step(top_k)) & (token < end):
         expert = load_id(c, token, k)
         if expert >= 0:
-            word = ptx.ld_i32(c.loc("expert_map") + Int64(expert) * 4)
+            word = place_of(c, expert, token)
     first_lane = lane() - k
     pe = word >> 16
     local = word & 0xFFFF

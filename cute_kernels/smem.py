@@ -33,10 +33,11 @@ ROW_ENTRY_BYTES = 8
 MAX_COPY_BYTES = 4096
 """Largest bulk copy of recv-and-place: more in flight, not larger, hides latency."""
 
-# Words of the control area, written by recv-and-place or the kernel prologue.
+# Byte offsets in the control area.
 CTRL_EPOCH = 0
 CTRL_TOKENS = 4
 CTRL_FLAG = 8
+CTRL_REDUCE = 12
 CTRL_BYTES = 64
 
 
@@ -111,7 +112,7 @@ class SharedMap:
             )
         if dispatch_bytes(p) > shared.staging:
             raise ValueError(
-                f"num_experts={p.num_experts}: counting needs {dispatch_bytes(p)} bytes of shared "
+                f"num_slots={p.num_slots}: counting needs {dispatch_bytes(p)} bytes of shared "
                 f"memory, allowed are {shared.staging} (the pipeline stages)"
             )
         return shared
@@ -120,7 +121,7 @@ class SharedMap:
 def dispatch_bytes(p: Problem) -> int:
     """Bytes dispatch-send uses in the idle pipeline stages: per-warp histograms of rows and
     primaries, and one list base per slot."""
-    return 4 * p.num_experts * (2 * NUM_WARPS + 1)
+    return 4 * p.num_slots * (2 * NUM_WARPS + 1)
 
 
 def default_config(p: Problem) -> KernelConfig:

@@ -2,14 +2,33 @@
 
 Plain data for whoever encodes them (the CUDA driver's cuTensorMapEncodeTiled, or vgpu). All are
 bf16 with a 128-byte swizzle; the inner box of 64 elements is one swizzle row.
+
+Weights are read in the engine's own layout. A weight map has four dimensions; which of the first
+two is the reduction (k) depends on the storage:
+
+=============  ==============================  ======================  ===================
+storage        dimensions                      box                     copies a stage
+=============  ==============================  ======================  ===================
+rows of k      (k, row, gate|up, expert)       (64, 128, 1, 1)         2
+transposed     (row, k, gate|up, expert)       (64, 64, 1, 1)          4
+transposed,    (gate and up rows in turn, k,   (64, 64, 1, 1)          4
+interleaved    1, expert)
+=============  ==============================  ======================  ===================
+
+Gate and up are a dimension of their own, so that a box at the edge of I never runs from gate into
+up. The third dimension has size 1 without a gate.
 """
 
 from dataclasses import dataclass
 
-from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M, BLOCK_N, Problem
+from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_N, Problem
 from megamoe.cute_kernels.smem import BF16_BYTES, PIECE_TOKENS
 
 SWIZZLE_BYTES = 128
+WIDE_ROWS = 64
+"""Pool rows of the wide token box; tiles of 64 and 128 tokens use it."""
+NARROW_ROWS = 8
+"""Pool rows of the narrow token box, for the rest."""
 
 
 @dataclass(frozen=True)
@@ -21,28 +40,46 @@ class TensorMapSpec:
     box: tuple[int, ...]
 
 
-def weight_specs(p: Problem, experts: int) -> tuple[TensorMapSpec, TensorMapSpec]:
-    """Maps of ``w13 [experts, 2I, H]`` (gate first) and ``w2 [experts, H, I]``, contiguous.
-
-    w13 is seen as (H, I, gate|up, expert), so that a box at the edge of I never runs from gate
-    into up; w2 as (I, H, 1, expert), so that both GEMMs use the same copy instruction.
-    """
-    hidden, inter = p.hidden, p.intermediate
-    w13_row, w2_row = hidden * BF16_BYTES, inter * BF16_BYTES
-    box = (BLOCK_K, BLOCK_N // 2, 1, 1)
-    return (
-        TensorMapSpec(
-            (hidden, inter, 2, experts), (w13_row, inter * w13_row, 2 * inter * w13_row), box
-        ),
-        TensorMapSpec((inter, hidden, 1, experts), (w2_row, hidden * w2_row, hidden * w2_row), box),
-    )
+def w13_spec(p: Problem, experts: int) -> TensorMapSpec:
+    """Map of contiguous ``w13 [experts, rows, H]`` or, transposed, ``[experts, H, rows]``."""
+    rows, inter, hidden = p.w13_rows, p.intermediate, p.hidden
+    parts = 2 if p.gated else 1
+    interleaved = p.w13_layout == "interleaved"
+    if p.paired_rows:
+        return _spec((rows, hidden, 1, experts), (rows, rows * hidden, rows * hidden), True)
+    if p.w13_transposed:
+        return _spec((inter, hidden, parts, experts), (rows, inter, rows * hidden), True)
+    row_stride = 2 * hidden if interleaved else hidden
+    part_stride = hidden if interleaved else inter * hidden
+    strides = (row_stride, part_stride, rows * hidden)
+    return _spec((hidden, inter, parts, experts), strides, False)
 
 
-def pool_specs(p: Problem) -> tuple[TensorMapSpec, TensorMapSpec, TensorMapSpec]:
-    """Maps of ``pool_x [M, H]`` and ``pool_h [M, I]`` for loads, and of ``pool_h`` for stores."""
-    x_row, h_row = p.hidden * BF16_BYTES, p.intermediate * BF16_BYTES
-    return (
-        TensorMapSpec((p.hidden, p.pool_rows), (x_row,), (BLOCK_K, BLOCK_M)),
-        TensorMapSpec((p.intermediate, p.pool_rows), (h_row,), (BLOCK_K, BLOCK_M)),
-        TensorMapSpec((p.intermediate, p.pool_rows), (h_row,), (BLOCK_K, PIECE_TOKENS)),
-    )
+def w2_spec(p: Problem, experts: int) -> TensorMapSpec:
+    """Map of contiguous ``w2 [experts, H, I]`` or, transposed, ``[experts, I, H]``."""
+    inter, hidden = p.intermediate, p.hidden
+    size = inter * hidden
+    if p.w2_transposed:
+        return _spec((hidden, inter, 1, experts), (hidden, size, size), True)
+    return _spec((inter, hidden, 1, experts), (inter, size, size), False)
+
+
+def _spec(dims: tuple[int, ...], strides: tuple[int, ...], transposed: bool) -> TensorMapSpec:
+    """A weight map; ``strides`` in elements."""
+    box = (BLOCK_K, WIDE_ROWS, 1, 1) if transposed else (BLOCK_K, BLOCK_N // 2, 1, 1)
+    return TensorMapSpec(dims, tuple(stride * BF16_BYTES for stride in strides), box)
+
+
+def pool_specs(p: Problem) -> dict[str, TensorMapSpec]:
+    """Maps of ``pool_x [M, H]`` and ``pool_h [M, I]``: wide and narrow loads, stores of pieces."""
+
+    def rows_of(width: int, box_rows: int) -> TensorMapSpec:
+        return TensorMapSpec((width, p.pool_rows), (width * BF16_BYTES,), (BLOCK_K, box_rows))
+
+    return {
+        "pool_x": rows_of(p.hidden, WIDE_ROWS),
+        "pool_x_8": rows_of(p.hidden, NARROW_ROWS),
+        "pool_h": rows_of(p.intermediate, WIDE_ROWS),
+        "pool_h_8": rows_of(p.intermediate, NARROW_ROWS),
+        "pool_h_store": rows_of(p.intermediate, PIECE_TOKENS),
+    }

@@ -70,7 +70,7 @@ def symmetric_block(p: Problem) -> Block:
     """Regions that peers address. Writer → reader of each: DESIGN §4, docs/protocol.md."""
     return Block.of(
         ("arrive", "u32", (p.num_pes,)),
-        ("route_count", "u32", (2, p.num_pes, p.num_experts)),
+        ("route_count", "u32", (2, p.num_pes, p.num_slots)),
         ("primary_count", "u32", (2, p.num_pes, p.experts_per_pe)),
         ("done", "u32", (2, p.max_tokens)),
         ("route", "i32", (2, p.num_pes, p.max_tokens, p.record_words)),
@@ -91,9 +91,11 @@ def local_block(p: Problem) -> Block:
         ("h_ready", "u32", (2, p.pool_blocks)),
         ("y_ready", "u32", (2, p.pool_blocks)),
         ("expert_map", "i32", (p.num_experts,)),
+        ("replica_start", "i32", (p.num_experts + 1,)),
+        ("replica", "i32", (p.num_slots,)),
         ("slot_base", "i32", (p.num_pes + 1,)),
         ("peers", "u64", (p.num_pes,)),
-        ("histogram", "u32", (MAX_SEND_CTAS, 2, p.num_experts)),
+        ("histogram", "u32", (MAX_SEND_CTAS, 2, p.num_slots)),
         ("row_meta", "i32", (p.pool_rows, 4)),
         ("pool_x", "bf16", (p.pool_rows, p.hidden)),
         ("pool_h", "bf16", (p.pool_rows, p.intermediate)),

@@ -28,6 +28,7 @@ def kernel_problem(cfg: MoEConfig) -> Problem:
         hidden=cfg.hidden,
         intermediate=cfg.intermediate,
         num_experts=cfg.num_experts,
+        num_slots=cfg.num_experts,
         experts_per_pe=experts,
         top_k=cfg.top_k,
         num_pes=cfg.num_pes,

@@ -99,12 +99,12 @@ class VgpuMoE:
             image=self.image,
             devices=self.devices,
             run=self.world.run,
-            placement=cfg.placement,
+            replicas=[[pair] for pair in cfg.placement],
             grid=grid,
             timeout_s=timeout_s,
             check_invalid_ids=cfg.invalid_ids == "error",
         )
-        self.weights = self.group.bind_weights(w13, w2)
+        self.weights = self.group.bind_weights(w13=w13, w2=w2)
 
     def forward(
         self,

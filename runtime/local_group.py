@@ -9,8 +9,10 @@ from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.workspace import symmetric_block
 from megamoe.runtime.devices.base import Device
 from megamoe.runtime.errors import MegaMoEError
-from megamoe.runtime.session import BoundWeights, PeSession
+from megamoe.runtime.routing_tables import Replicas
+from megamoe.runtime.session import PeSession
 from megamoe.runtime.transports.local import allocate_symmetric
+from megamoe.runtime.weights import BoundWeights
 
 
 class LocalGroup:
@@ -21,7 +23,7 @@ class LocalGroup:
         devices: one per PE.
         run: executes what has been launched on all devices (a vgpu world's ``run``, a CUDA
             synchronise) and returns its report.
-        placement, grid, timeout_s, check_invalid_ids: as for ``PeSession``.
+        replicas, grid, timeout_s, check_invalid_ids: as for ``PeSession``.
     """
 
     def __init__(
@@ -31,7 +33,7 @@ class LocalGroup:
         image: Image,
         devices: Sequence[Device],
         run: Callable[[], object],
-        placement: Sequence[tuple[int, int]],
+        replicas: Replicas,
         grid: int,
         timeout_s: float,
         check_invalid_ids: bool = False,
@@ -47,7 +49,7 @@ class LocalGroup:
                 device=device,
                 symmetric=block,
                 pe=pe,
-                placement=placement,
+                replicas=replicas,
                 grid=grid,
                 timeout_s=timeout_s,
                 check_invalid_ids=check_invalid_ids,
@@ -55,13 +57,13 @@ class LocalGroup:
             for pe, (device, block) in enumerate(zip(devices, blocks, strict=True))
         ]
 
-    def bind_weights(
-        self, w13: Sequence[torch.Tensor], w2: Sequence[torch.Tensor]
-    ) -> list[BoundWeights]:
-        """Per-PE local weights ``[L, 2I, H]`` and ``[L, H, I]``, read in place at every call."""
+    def bind_weights(self, **weights: Sequence[torch.Tensor] | None) -> list[BoundWeights]:
+        """Per-PE local weights, read in place at every call; names and shapes as for
+        ``PeSession.bind_weights``."""
+        given = {name: tensors for name, tensors in weights.items() if tensors is not None}
         return [
-            session.bind_weights(w13_LGH=w13_LGH, w2_LHI=w2_LHI)
-            for session, w13_LGH, w2_LHI in zip(self.sessions, w13, w2, strict=True)
+            session.bind_weights(**{name: tensors[pe] for name, tensors in given.items()})
+            for pe, session in enumerate(self.sessions)
         ]
 
     def forward(
@@ -72,6 +74,7 @@ class LocalGroup:
         topk_ids: Sequence[torch.Tensor],
         topk_weights: Sequence[torch.Tensor],
         y: Sequence[torch.Tensor],
+        residual: Sequence[torch.Tensor] | None = None,
     ) -> object:
         """One call on every PE; fills ``y`` and returns the report of the run.
 
@@ -86,6 +89,7 @@ class LocalGroup:
                 topk_ids_TK=topk_ids[pe],
                 topk_weights_TK=topk_weights[pe],
                 y_TH=y[pe],
+                residual_TH=None if residual is None else residual[pe],
             )
         report = self._run()
         errors = []

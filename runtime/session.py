@@ -5,8 +5,6 @@ The public ``megamoe.Session`` builds one of these per process; ``LocalGroup`` b
 Legend: T tokens, H hidden, I intermediate, E experts, L local experts, K top-k, P PEs.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,7 +12,7 @@ import torch
 from megamoe.cute_kernels.abi import MAPS, StatusWord
 from megamoe.cute_kernels.image import Image
 from megamoe.cute_kernels.problem import Problem
-from megamoe.cute_kernels.tensor_maps import pool_specs, weight_specs
+from megamoe.cute_kernels.tensor_maps import pool_specs, w2_spec, w13_spec
 from megamoe.cute_kernels.workspace import (
     STATUS_WORDS,
     TENSOR_MAP_BYTES,
@@ -25,8 +23,10 @@ from megamoe.cute_kernels.workspace import (
 from megamoe.runtime.devices.base import Allocation, Device
 from megamoe.runtime.errors import SessionClosed
 from megamoe.runtime.launch import ParameterPacker
+from megamoe.runtime.routing_tables import Replicas, routing_tables
 from megamoe.runtime.status import raise_on_status
 from megamoe.runtime.transports.base import SymmetricBlock
+from megamoe.runtime.weights import BoundWeights, checked_weights
 
 TORCH_DTYPES = {
     "u32": torch.int32,
@@ -46,24 +46,6 @@ def region_view(block: Block, allocation: Allocation, name: str) -> torch.Tensor
     return raw.view(TORCH_DTYPES[region.dtype]).view(region.shape)
 
 
-@dataclass(frozen=True, eq=False)
-class BoundWeights:
-    """Weights a session can run with: their tensor maps in device memory, and the tensors, which
-    are read in place at every call. ``addresses`` are where they were when bound."""
-
-    w13_LGH: torch.Tensor
-    w2_LHI: torch.Tensor
-    maps: Allocation
-    addresses: tuple[int, int]
-
-    def still_there(self, w13_LGH: torch.Tensor, w2_LHI: torch.Tensor) -> bool:
-        """True if these tensors lie where the tensor maps point."""
-        return (
-            self.w13_LGH.data_ptr() == w13_LGH.data_ptr()
-            and self.w2_LHI.data_ptr() == w2_LHI.data_ptr()
-        )
-
-
 class PeSession:
     """One PE's side of a group of sessions that call in the same order.
 
@@ -75,7 +57,7 @@ class PeSession:
         device: where this PE runs.
         symmetric: this PE's symmetric block and its peers' addresses.
         pe: this PE.
-        placement: (PE, local index) of every expert.
+        replicas: for every expert the (PE, local index) of each of its slots.
         grid: CTAs of a launch.
         timeout_s: deadline of waits for other CTAs and PEs, 0 = none.
         check_invalid_ids: report ids ≥ E (else they are only masked).
@@ -92,7 +74,7 @@ class PeSession:
         device: Device,
         symmetric: SymmetricBlock,
         pe: int,
-        placement: Sequence[tuple[int, int]],
+        replicas: Replicas,
         grid: int,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         check_invalid_ids: bool = False,
@@ -107,7 +89,7 @@ class PeSession:
         self.check_invalid_ids = check_invalid_ids
         self.poisoned: str | None = None
         self.closed = False
-        self.local_experts = sum(owner == pe for owner, _ in placement)
+        self.local_experts = sum(owner == pe for slots in replicas for owner, _ in slots)
         self._symmetric_table = symmetric_block(problem)
         self._local_table = local_block(problem)
         self._symmetric = symmetric
@@ -119,7 +101,7 @@ class PeSession:
         self._status = device.allocate_shared(WORD_BYTES * STATUS_WORDS, "status")
         self._status_words = self._status.bytes_N.numpy().view(np.int32)
         self._bound: list[BoundWeights] = []
-        self._initialise(placement)
+        self._initialise(replicas)
         self._input_address = self.input_view_TH.data_ptr()
         self._fixed = {
             "symmetric": symmetric.allocation.address,
@@ -129,7 +111,7 @@ class PeSession:
             "status": self._status.address,
         }
 
-    def _initialise(self, placement: Sequence[tuple[int, int]]) -> None:
+    def _initialise(self, replicas: Replicas) -> None:
         """Counters to zero, tables filled. Must be complete on all PEs before the first launch."""
         for name in ("arrive", "done"):
             self.symmetric_view(name).zero_()
@@ -137,12 +119,8 @@ class PeSession:
             if region.name == "expert_map":
                 break
             self.local_view(region.name).zero_()
-        owners = [pe for pe, _ in placement]
-        packed = [pe << 16 | local for pe, local in placement]
-        self.local_view("expert_map").copy_(torch.tensor(packed, dtype=torch.int32))
-        counts = [owners.count(pe) for pe in range(self.problem.num_pes)]
-        bases = [sum(counts[:pe]) for pe in range(self.problem.num_pes + 1)]
-        self.local_view("slot_base").copy_(torch.tensor(bases, dtype=torch.int32))
+        for name, values in routing_tables(replicas, pe=self.pe, num_pes=self.problem.num_pes):
+            self.local_view(name).copy_(torch.tensor(values, dtype=torch.int32))
         self.local_view("peers").copy_(torch.tensor(self._symmetric.peers, dtype=torch.int64))
         every_T = torch.arange(self.problem.max_tokens + 1, dtype=torch.int32)
         self._counts.bytes_N.view(torch.int32).copy_(every_T)
@@ -162,8 +140,15 @@ class PeSession:
         """The symmetric x region ``[Tmax, H]``: rows written here are sent without a copy."""
         return self.symmetric_view("x")
 
-    def bind_weights(self, *, w13_LGH: torch.Tensor, w2_LHI: torch.Tensor) -> BoundWeights:
-        """Encode the tensor maps of ``w13 [L, 2I, H]`` (gate first) and ``w2 [L, H, I]``.
+    def bind_weights(
+        self,
+        *,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        b13: torch.Tensor | None = None,
+        b2: torch.Tensor | None = None,
+    ) -> BoundWeights:
+        """Encode the tensor maps of this PE's weights; shapes as in ``weights.checked_weights``.
 
         Raises:
             ValueError: another shape or dtype than the session's, or not contiguous.
@@ -171,24 +156,15 @@ class PeSession:
         """
         self._check_open()
         p, experts = self.problem, self.local_experts
-        shapes = {
-            "w13": (w13_LGH, (experts, 2 * p.intermediate, p.hidden)),
-            "w2": (w2_LHI, (experts, p.hidden, p.intermediate)),
-        }
-        for name, (tensor, shape) in shapes.items():
-            if tuple(tensor.shape) != shape or tensor.dtype != torch.bfloat16:
-                raise ValueError(
-                    f"{name}: {tensor.dtype} {tuple(tensor.shape)}, must be bfloat16 {shape}"
-                )
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name}: strides {tensor.stride()}, must be contiguous")
+        tensors = checked_weights(p, experts, {"w13": w13, "w2": w2, "b13": b13, "b2": b2})
         pool_x = self._local.address + self._local_table["pool_x"].offset
         pool_h = self._local.address + self._local_table["pool_h"].offset
-        addresses = {"pool_x": pool_x, "pool_h": pool_h, "pool_h_store": pool_h, "w13": 0, "w2": 0}
-        specs = dict(zip(MAPS[2:], pool_specs(p), strict=True))
+        specs = pool_specs(p)
+        addresses = {name: pool_x if "pool_x" in name else pool_h for name in specs}
+        addresses |= dict.fromkeys(tensors, 0)
         if experts > 0:
-            specs |= zip(MAPS[:2], weight_specs(p, experts), strict=True)
-            for name, (tensor, _) in shapes.items():
+            specs |= {"w13": w13_spec(p, experts), "w2": w2_spec(p, experts)}
+            for name, tensor in tensors.items():
                 addresses[name] = self.device.address_of(tensor, name, keep=True)
                 if addresses[name] % 16:
                     raise ValueError(f"{name}: address {addresses[name]:#x}, must be 16-aligned")
@@ -200,7 +176,7 @@ class PeSession:
         maps = self.device.allocate(len(MAPS) * TENSOR_MAP_BYTES, "maps")
         maps.bytes_N.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self.device.synchronize()
-        bound = BoundWeights(w13_LGH, w2_LHI, maps, (addresses["w13"], addresses["w2"]))
+        bound = BoundWeights(tensors, {name: addresses[name] for name in tensors}, maps)
         self._bound.append(bound)
         return bound
 
@@ -209,7 +185,7 @@ class PeSession:
         self._bound.remove(bound)
         self.device.synchronize()
         self.device.free(bound.maps)
-        for address in bound.addresses:
+        for address in bound.addresses.values():
             if address:
                 self.device.forget(address)
 
@@ -221,6 +197,7 @@ class PeSession:
         topk_ids_TK: torch.Tensor,
         topk_weights_TK: torch.Tensor,
         y_TH: torch.Tensor,
+        residual_TH: torch.Tensor | None = None,
         num_tokens: torch.Tensor | None = None,
     ) -> None:
         """Enqueue one forward launch. Arguments are checked by the caller (``megamoe.checks``).
@@ -228,6 +205,7 @@ class PeSession:
         Args:
             x_TH: rows; (a prefix of) ``input_view_TH`` is sent as it is, others are staged by the
                 kernel.
+            residual_TH: contiguous bf16 rows added to y.
             num_tokens: int32 [1] in device memory, read by the kernel: T of this call when a
                 captured graph is replayed with another T; the other tensors then have Tmax rows.
 
@@ -254,6 +232,9 @@ class PeSession:
                 "weights": address_of(topk_weights_TK, "topk_weights"),
                 "tokens": count,
                 "y": address_of(y_TH, "y"),
+                "residual": 0 if residual_TH is None else address_of(residual_TH, "residual"),
+                "bias13": weights.addresses.get("b13", 0),
+                "bias2": weights.addresses.get("b2", 0),
                 "maps": weights.maps.address,
                 **self._fixed,
             }

@@ -1,0 +1,182 @@
+"""Epilogue of fc1: bias, activation, router weight → ``pool_h``, stored by TMA.
+
+Pieces past the block's valid rows are skipped; inside a piece, unused rows go to unused pool rows.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels.activation import gated, plain
+from megamoe.cute_kernels.bias import fc1_bias
+from megamoe.cute_kernels.context import Context
+from megamoe.cute_kernels.problem import BLOCK_M, BLOCK_N
+from megamoe.cute_kernels.smem import PIECE_TOKENS, STAGING_BUFFERS
+from megamoe.cute_kernels.staging import (
+    GROUP_COLUMNS,
+    HALF_ACCUMULATORS,
+    PIECE_OCTETS,
+    PIECES,
+    VALUES,
+    group_barrier,
+    make_values,
+    row_entries,
+    staging,
+    store_piece,
+)
+
+
+@cute.jit
+def stage_weights(c: Context, thread: Int32, group: Int32, block: Int32, rows: Int32):
+    """Router weights of the block's rows to the row entries, fp32; 0 for unused rows."""
+    weight_bits = Int32(0)
+    if thread < rows:
+        _, _, _, weight_bits = ptx.ld_i32x4(
+            c.loc("row_meta") + Int64(block * BLOCK_M + thread) * 16
+        )
+    ptx.sts_i32(row_entries(c, group) + thread * 4, weight_bits)
+
+
+@cute.jit
+def token_weights(c: Context, group: Int32, token: Int32) -> tuple[Float32, Float32]:
+    """Router weights of two consecutive rows of the block, or ones if applied elsewhere."""
+    pair = (Float32(1.0), Float32(1.0))
+    if cutlass.const_expr(c.problem.weight_at == "act"):
+        pair = ptx.lds_f32x2(row_entries(c, group) + token * 4)
+    return pair
+
+
+@cute.jit
+def row_biases(
+    c: Context, thread: Int32, expert: Int32, column: Int32, part: cutlass.Constexpr[int]
+) -> tuple[Float32, Float32]:
+    """fc1 bias of the thread's two weight rows (``r`` of ``store_piece``) from ``column`` on."""
+    lane = thread % 32
+    warp = thread // 32
+    pair = (Float32(0.0), Float32(0.0))
+    if cutlass.const_expr(c.problem.bias13 != "none"):
+        if cutlass.const_expr(c.problem.paired_rows):
+            first = column + 8 * warp + (lane >> 3) + 4 * ((lane >> 2) & 1)
+            step = GROUP_COLUMNS // 2
+        else:
+            first = column + 16 * warp + (lane >> 2)
+            step = 8
+        pair = (fc1_bias(c, expert, first, part), fc1_bias(c, expert, first + step, part))
+    return pair
+
+
+@cute.jit
+def pair_up(acc: cute.Tensor, first: cutlass.Constexpr[int], odd_row: Int32):
+    """Gate and up of one output row and two tokens, with alternating weight rows.
+
+    Lanes l and l ^ 4 hold gate and up rows; each has rows r = 0, 1 of two tokens at
+    ``acc[first …]``. The even (gate) lane keeps r = 0 and gets up of r = 0, the odd keeps r = 1.
+    """
+    gates, ups = [], []
+    for token in cutlass.range_constexpr(2):
+        keep = acc[first + token]
+        send = acc[first + 2 + token]
+        if odd_row == 1:
+            keep = acc[first + 2 + token]
+            send = acc[first + token]
+        other = cute.arch.shuffle_sync_bfly(send, 4)
+        gate = keep
+        up = other
+        if odd_row == 1:
+            gate = other
+            up = keep
+        gates.append(gate)
+        ups.append(up)
+    return gates[0], gates[1], ups[0], ups[1]
+
+
+@cute.jit
+def piece_values(
+    c: Context,
+    acc: cute.Tensor,
+    values: cute.Tensor,
+    thread: Int32,
+    group: Int32,
+    piece: cutlass.Constexpr[int],
+    half: cutlass.Constexpr[int],
+    gate_bias: tuple[Float32, Float32],
+    up_bias: tuple[Float32, Float32],
+):
+    """The 16 values of one piece, order as ``store_piece`` wants them."""
+    p = c.problem
+    for octet in cutlass.range_constexpr(PIECE_OCTETS):
+        # A thread's tokens of octet o: 8·o + 2·(lane % 4) and the next.
+        token = piece * PIECE_TOKENS + octet * 8 + (thread % 4) * 2
+        weights = token_weights(c, group, token)
+        first = piece * VALUES + octet * 4
+        for r in cutlass.range_constexpr(2):
+            if cutlass.const_expr(p.paired_rows):
+                odd_row = (thread >> 2) & 1
+                gate_0, gate_1, up_0, up_1 = pair_up(acc, first + r * HALF_ACCUMULATORS, odd_row)
+                outs = (
+                    gated(p, gate_0 + gate_bias[r], up_0 + up_bias[r]),
+                    gated(p, gate_1 + gate_bias[r], up_1 + up_bias[r]),
+                )
+            elif cutlass.const_expr(p.gated):
+                at = first + 2 * r
+                outs = tuple(
+                    gated(
+                        p,
+                        acc[at + i] + gate_bias[r],
+                        acc[at + i + HALF_ACCUMULATORS] + up_bias[r],
+                    )
+                    for i in range(2)
+                )
+            else:
+                at = first + 2 * r + half * HALF_ACCUMULATORS
+                outs = tuple(plain(p, acc[at + i] + gate_bias[r]) for i in range(2))
+            for i in cutlass.range_constexpr(2):
+                values[octet * 4 + 2 * r + i] = outs[i] * weights[i]
+
+
+@cute.jit
+def fc1_epilogue(
+    c: Context,
+    acc: cute.Tensor,
+    thread: Int32,
+    group: Int32,
+    expert: Int32,
+    block: Int32,
+    n: Int32,
+    rows: Int32,
+):
+    """h = bf16(act(…) · router weight) of this warpgroup's columns; then count in ``h_ready``."""
+    p = c.problem
+    if cutlass.const_expr(p.weight_at == "act"):
+        stage_weights(c, thread, group, block, rows)
+    group_barrier(group)
+    values = make_values()
+    for half in cutlass.range_constexpr(1 if p.gated else 2):
+        column = n * (BLOCK_N // 2 if p.gated else BLOCK_N)
+        column += half * (BLOCK_N // 2) + group * GROUP_COLUMNS
+        gate_bias = row_biases(c, thread, expert, column, 0)
+        up_bias = row_biases(c, thread, expert, column, 1) if p.gated else gate_bias
+        for piece in cutlass.range_constexpr(PIECES):
+            if piece * PIECE_TOKENS < rows:
+                piece_values(c, acc, values, thread, group, piece, half, gate_bias, up_bias)
+                buffer = staging(c, group, piece % STAGING_BUFFERS)
+                if thread == 0:
+                    ptx.bulk_wait_read(STAGING_BUFFERS - 1)
+                group_barrier(group)
+                store_piece(buffer, thread, values, p.paired_rows)
+                ptx.fence_proxy_async_shared()
+                group_barrier(group)
+                if thread == 0:
+                    row = block * BLOCK_M + piece * PIECE_TOKENS
+                    ptx.tma_store_2d(c.map("pool_h_store"), column, row, buffer)
+                    ptx.bulk_commit()
+        if cutlass.const_expr(not p.gated):
+            # The second half starts with buffer 0 again, whichever was used last.
+            if thread == 0:
+                ptx.bulk_wait_read(0)
+    if thread == 0:
+        ptx.bulk_wait(0)
+        ptx.fence_proxy_async_global()
+        ptx.red_release(c.counter("h_ready", block), Int32(1), "gpu")
+    # The row entries and buffers are free for the next tile once thread 0 has got here.
+    group_barrier(group)

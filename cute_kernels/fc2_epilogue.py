@@ -1,0 +1,135 @@
+"""Epilogue of fc2: rows go from the registers to ``comb`` of their source PEs (direct combine).
+
+Pieces past the block's valid rows are skipped; inside a piece, unused rows are selected away.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels.bias import fc2_bias
+from megamoe.cute_kernels.context import Context
+from megamoe.cute_kernels.problem import BLOCK_M, BLOCK_N
+from megamoe.cute_kernels.smem import (
+    BF16_BYTES,
+    MATH_WARPGROUPS,
+    PIECE_TOKENS,
+    ROW_ENTRY_BYTES,
+    STAGING_BUFFERS,
+)
+from megamoe.cute_kernels.staging import (
+    GROUP_COLUMNS,
+    HALF_ACCUMULATORS,
+    PIECES,
+    VALUES,
+    group_barrier,
+    make_values,
+    row_entries,
+    staging,
+    store_piece,
+)
+
+
+@cute.jit
+def row_target(c: Context, row: Int32) -> Int64:
+    """Address of a pool row's contribution: ``comb[token][k]`` on its source PE."""
+    source, token, k, _ = ptx.ld_i32x4(c.loc("row_meta") + Int64(row) * 16)
+    index = Int64(token) * c.problem.top_k + k
+    return c.peer(source, "comb") + index * (c.problem.hidden * BF16_BYTES)
+
+
+@cute.jit
+def row_biases(c: Context, thread: Int32, expert: Int32, column: Int32) -> tuple[Float32, Float32]:
+    """fc2 bias of the thread's two weight rows from ``column`` on."""
+    pair = (Float32(0.0), Float32(0.0))
+    if cutlass.const_expr(c.problem.bias2 != "none"):
+        first = column + 16 * (thread // 32) + (thread % 32 >> 2)
+        pair = (fc2_bias(c, expert, first), fc2_bias(c, expert, first + 8))
+    return pair
+
+
+@cute.jit
+def fc2_epilogue(
+    c: Context,
+    acc: cute.Tensor,
+    thread: Int32,
+    group: Int32,
+    expert: Int32,
+    block: Int32,
+    n: Int32,
+    rows: Int32,
+    suppress: Int32,
+):
+    """Rows of y, 64 columns of each half, straight to the source PEs; then count, and the
+    warpgroup that completes the block signals ``done`` of each of its rows.
+
+    ``suppress`` ≠ 0: this PE gave up on the epoch; nothing may reach a peer.
+    """
+    entries = row_entries(c, group)
+    target = Int64(0)
+    if (thread < rows) & (suppress == 0):
+        target = row_target(c, block * BLOCK_M + thread)
+    ptx.sts_i64(entries + thread * ROW_ENTRY_BYTES, target)
+    group_barrier(group)
+    values = make_values()
+    for half in cutlass.range_constexpr(2):
+        column = n * BLOCK_N + half * (BLOCK_N // 2) + group * GROUP_COLUMNS
+        if column < c.problem.hidden:
+            bias = row_biases(c, thread, expert, column)
+            for piece in cutlass.range_constexpr(PIECES):
+                if piece * PIECE_TOKENS < rows:
+                    for i in cutlass.range_constexpr(VALUES):
+                        source = half * HALF_ACCUMULATORS + piece * VALUES + i
+                        values[i] = acc[source] + bias[(i // 2) % 2]
+                    buffer = staging(c, group, piece % STAGING_BUFFERS)
+                    store_piece(buffer, thread, values, False)
+                    group_barrier(group)
+                    send_piece(c, buffer, entries, thread, piece, column)
+            # The next half starts with buffer 0 again; an odd number of pieces would reuse the
+            # buffer that slower threads still read.
+            group_barrier(group)
+    count_block(c, thread, group, block, rows, suppress)
+
+
+@cute.jit
+def send_piece(
+    c: Context,
+    buffer: Int32,
+    entries: Int32,
+    thread: Int32,
+    piece: cutlass.Constexpr[int],
+    column: Int32,
+):
+    """Copy a staged piece to its rows, 16 bytes a thread: 8 threads write 128 bytes of a row."""
+    chunk = thread % 8
+    for step in cutlass.range_constexpr(PIECE_TOKENS // 16):
+        token = step * 16 + thread // 8
+        target = ptx.lds_i64(entries + (piece * PIECE_TOKENS + token) * ROW_ENTRY_BYTES)
+        v0, v1, v2, v3 = ptx.lds_i32x4(buffer + token * 128 + ((chunk ^ (token & 7)) << 4))
+        if (target != 0) & (column + chunk * 8 < c.problem.hidden):
+            ptx.st_i32x4(target + Int64(column * BF16_BYTES + chunk * 16), v0, v1, v2, v3)
+
+
+@cute.jit
+def count_block(
+    c: Context,
+    thread: Int32,
+    group: Int32,
+    block: Int32,
+    rows: Int32,
+    suppress: Int32,
+):
+    """Count this warpgroup's part of the block; the last one releases ``done`` of every row."""
+    entries = row_entries(c, group)
+    target = ptx.lds_i64(entries + thread * ROW_ENTRY_BYTES)
+    group_barrier(group)
+    if thread == 0:
+        earlier = ptx.atom_acq_rel(c.counter("y_ready", block), Int32(1))
+        last = earlier == c.problem.fc2_tiles * MATH_WARPGROUPS - 1
+        ptx.sts_i32(entries, Int32(last))
+    group_barrier(group)
+    if (ptx.lds_i32(entries) == 1) & (target != 0):
+        source, token, _, _ = ptx.ld_i32x4(c.loc("row_meta") + Int64(block * BLOCK_M + thread) * 16)
+        index = c.bank * c.problem.max_tokens + token
+        ptx.red_release(c.peer(source, "done") + Int64(index) * 4, Int32(1), "sys")
+    group_barrier(group)
