@@ -36,7 +36,7 @@ class Problem:
         hidden: H, a multiple of 8.
         intermediate: I, a multiple of 8.
         num_experts: E over all PEs.
-        num_slots: S, expert slots of all PEs: E, or more with replicated experts.
+        num_slots: S, expert slots of all PEs: E (0 stands for it), or more with replicas.
         experts_per_pe: largest number of slots any PE holds (E_local).
         top_k: K, 1 to 32.
         num_pes: P, 1 to 64.
@@ -59,12 +59,12 @@ class Problem:
     hidden: int
     intermediate: int
     num_experts: int
-    num_slots: int
     experts_per_pe: int
     top_k: int
     num_pes: int
     max_tokens: int
     pool_rows: int
+    num_slots: int = 0
     capacity_checked: bool = False
     activation: str = "silu"
     alpha: float = 1.702
@@ -84,6 +84,8 @@ class Problem:
         def one_of(name: str, allowed: tuple[str, ...]) -> None:
             need(getattr(self, name) in allowed, name, f"must be one of {allowed}")
 
+        if self.num_slots == 0:
+            object.__setattr__(self, "num_slots", self.num_experts)
         for name in ("hidden", "intermediate"):
             value = getattr(self, name)
             need(

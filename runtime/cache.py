@@ -115,7 +115,8 @@ class ImageKey:
 
     def plain(self) -> dict[str, Any]:
         """The key as JSON data."""
-        return asdict(self)
+        # Through JSON, as it is stored: a tuple of the config comes back from a file as a list.
+        return dict(json.loads(json.dumps(asdict(self))))
 
     @property
     def stem(self) -> str:

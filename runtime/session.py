@@ -5,7 +5,6 @@ The public ``megamoe.Session`` builds one of these per process; ``LocalGroup`` b
 Legend: T tokens, H hidden, I intermediate, E experts, L local experts, K top-k, P PEs.
 """
 
-
 import numpy as np
 import torch
 

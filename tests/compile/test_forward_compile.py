@@ -45,8 +45,10 @@ def test_report(shape):
     assert 128 * config.service_registers + 256 * config.math_registers <= 65536
     assert not image.wgmma_serialised
     assert image.smem_bytes <= SMEM_LIMIT
-    # Two halves of 64 weight rows, four k-steps of 16, one shared loop for fc1 and fc2.
-    assert image.mma_instructions == {"m64n128k16.f32.bf16.bf16": 8}
+    # Per token width: two halves of 64 weight rows, four k-steps, one loop for fc1 and fc2.
+    assert image.mma_instructions == {
+        f"m64n{width}k16.f32.bf16.bf16": 8 for width in config.token_widths
+    }
     assert [p.name for p in image.parameters] == [name for name, _, _ in PARAMETERS]
     assert image.cubin[:4] == b"\x7fELF"
 

@@ -100,7 +100,7 @@ def test_too_many_stages_are_refused_with_the_limit():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"hidden": 96}, "hidden=96: must be a positive multiple of 64"),
+        ({"hidden": 100}, "hidden=100: must be a positive multiple of 8"),
         ({"intermediate": 0}, "intermediate=0"),
         ({"top_k": 33}, "top_k=33: must be 1 to 32"),
         ({"top_k": 9, "num_experts": 8}, "top_k=9: must not exceed num_experts"),
