@@ -34,11 +34,9 @@ def simple(ins: Instruction, dform: str, forms: list[str], scalar: str | None, v
 
 
 def add_sub(ins: Instruction, op: Opcode) -> Op:
-    """add and sub of integers, with optional saturation and carry out."""
-    sign = "+" if op.family.startswith("add") else "-"
+    """add and sub of integers, with optional saturation."""
+    sign = "+" if op.family == "add" else "-"
     (kind,) = the_types(ins, op, 1)
-    if op.has("cc") or op.family.endswith("c"):
-        return carry(ins, op, kind, sign)
     if op.has("sat"):
         if kind != "s32":
             raise unsupported(ins, ".sat exists for s32 only")
@@ -47,43 +45,6 @@ def add_sub(ins: Instruction, op: Opcode) -> Op:
         return simple(ins, "s32", ["s32", "s32"], expr, wide)
     u = uint(kind)
     return simple(ins, u, [u, u], f"({{}}{sign}{{}})&{mask_of(u)}", f"{{}}{sign}{{}}")
-
-
-def carry(ins: Instruction, op: Opcode, kind: str, sign: str) -> Op:
-    """add.cc, addc, sub.cc, subc through the carry bit, which is a register of its own."""
-    count(ins, 3)
-    u, width = uint(kind), int(kind[1:])
-    dst, a, b = ins.operands
-    flag, takes, gives = Reg(0, 1, "carry"), op.family.endswith("c"), op.has("cc")
-
-    def emit(e: Emitter) -> None:
-        m = mask_of(u)
-        if e.scalars(a, b, *([flag] if takes else [])):
-            c = f"{sign}{e.val(flag, 'p')}" if takes else ""
-            total = e.tmp(f"{e.val(a, u)}{sign}{e.val(b, u)}{c}")
-            e.put(dst, f"{total}&{m}", u, True)
-            if gives:
-                e.put(flag, f"{total}<0" if sign == "-" else f"{total}>{m}", "p", True)
-            return
-        x, y = e.vec(a, u), e.vec(b, u)
-        total = e.tmp(f"{x}{sign}{y}")
-        out = e.tmp(f"{total}<{x}" if sign == "+" else f"{x}<{y}")
-        if takes:
-            c = e.tmp(f"{e.vec(flag, 'p')}.astype({x}.dtype)")
-            more = e.tmp(f"{total}{sign}{c}")
-            out = e.tmp(f"{out}|({more}<{total})" if sign == "+" else f"{out}|({total}<{c})")
-            total = more
-        e.put(dst, total, u, False)
-        if gives:
-            e.put(flag, out, "p", False)
-
-    made = make(ins, emit)
-    if takes:
-        made.reads.add(0)
-    if gives:
-        made.writes.add(0)
-    del width
-    return made
 
 
 _WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
@@ -385,7 +346,7 @@ def unpack(ins: Instruction, dst: Vec, src: object) -> Op:
 
 
 DECODERS: dict[str, Decoder] = {
-    "add": add_sub, "sub": add_sub, "addc": add_sub, "subc": add_sub, "mul": mul, "mad": mul,
+    "add": add_sub, "sub": add_sub, "mul": mul, "mad": mul,
     "mul24": mul24, "mad24": mul24, "sad": sad, "div": div_rem, "rem": div_rem, "min": min_max,
     "max": min_max, "abs": abs_neg, "neg": abs_neg, "and": logic, "or": logic, "xor": logic,
     "not": logic, "cnot": logic, "shl": shift, "shr": shift, "setp": compare, "set": compare,

@@ -35,18 +35,22 @@ def source(kind: str, op: Opcode) -> str:
     return "convert.flush_f32({})" if op.has("ftz") and kind == "f32" else "{}"
 
 
-def check_rounding(ins: Instruction, op: Opcode) -> None:
-    """Only round-to-nearest-even is implemented for arithmetic."""
-    for bad in ("rz", "rm", "rp"):
-        if op.has(bad):
-            raise unsupported(ins, f"rounding .{bad} is not supported")
+def directed(ins: Instruction, op: Opcode, kind: str) -> str:
+    """The directed rounding that is written, if any; it exists here for f32."""
+    mode = next((m for m in ("rz", "rm", "rp") if op.has(m)), "")
+    if mode and kind != "f32":
+        raise unsupported(ins, f"rounding .{mode} is supported in f32 only")
+    return mode
 
 
 def arithmetic(ins: Instruction, op: Opcode) -> Op:
     """add, sub, mul, div."""
     (kind,) = the_types(ins, op, 1)
-    check_rounding(ins, op)
+    mode = directed(ins, op, kind)
     s = source(kind, op)
+    if mode:
+        expr = f"{op.family}_directed({s},{s},{mode!r})"
+        return simple(ins, kind, [kind] * 2, None, finish(expr, kind, op))
     sign = {"add": "+", "sub": "-", "mul": "*", "div": "/"}[op.family]
     return simple(ins, kind, [kind] * 2, None, finish(f"{s}{sign}{s}", kind, op))
 
@@ -54,9 +58,11 @@ def arithmetic(ins: Instruction, op: Opcode) -> Op:
 def fma(ins: Instruction, op: Opcode) -> Op:
     """fma and the float forms of mad."""
     (kind,) = the_types(ins, op, 1)
-    check_rounding(ins, op)
+    mode = directed(ins, op, kind)
     s = source(kind, op)
-    if kind.startswith("bf16"):
+    if mode:
+        expr = f"fma_directed({s},{s},{s},{mode!r})"
+    elif kind.startswith("bf16"):
         expr = "fma_bf16({},{},{})"
     elif kind.startswith("f16"):
         expr = "fma16({},{},{})"

@@ -31,11 +31,16 @@ _TENSOR = "1d 2d 3d 4d 5d tile"
 
 _TABLE = {
     # integer and logic
-    "add": f"{_INT} {_FLOAT} rn ftz sat cc",
-    "sub": f"{_INT} {_FLOAT} rn ftz sat cc",
+    "add": f"{_INT} {_FLOAT} rn rz rm rp ftz sat",
+    "sub": f"{_INT} {_FLOAT} rn rz rm rp ftz sat",
+    "add.cc": "u32 s32 u64 s64",
+    "sub.cc": "u32 s32 u64 s64",
+    "mad.lo.cc": "u32 s32 u64 s64",
+    "mad.hi.cc": "u32 s32 u64 s64",
+    "madc": "lo hi cc u32 s32 u64 s64",
     "addc": "u32 s32 u64 s64 cc",
     "subc": "u32 s32 u64 s64 cc",
-    "mul": f"lo hi wide {_INT} {_FLOAT} rn ftz sat",
+    "mul": f"lo hi wide {_INT} {_FLOAT} rn rz rm rp ftz sat",
     "mad": f"lo hi wide {_INT} f32 f64 rn ftz sat",
     "mul24": "lo hi u32 s32",
     "mad24": "lo hi u32 s32",
@@ -76,7 +81,7 @@ _TABLE = {
     "cvt.pack": "sat u8 s8 u16 s16 s32 b32",
     "cvta": "to global shared shared::cta shared::cluster local const param u64 u32",
     # float
-    "fma": f"{_FLOAT} rn ftz sat relu",
+    "fma": f"{_FLOAT} rn rz rm rp ftz sat relu",
     "ex2": "approx ftz f32 f16 f16x2 bf16 bf16x2",
     "lg2": "approx ftz f32",
     "rcp": "approx ftz rn f32 f64",

@@ -68,6 +68,46 @@ def fma32(a, b, c):
     return s.astype(np.float32)
 
 
+def _toward(s, rest, mode):
+    """The exact sum ``s + rest`` (float64, rest tiny) rounded to float32 in one direction."""
+    near = s.astype(np.float32)
+    off = s - near
+    off = np.where(off == 0, rest, off)
+    down, up = np.float32(-np.inf), np.float32(np.inf)
+    if mode == "rm":
+        return np.where(off < 0, np.nextafter(near, down), near)
+    if mode == "rp":
+        return np.where(off > 0, np.nextafter(near, up), near)
+    inward = np.where(near > 0, off < 0, off > 0)
+    return np.where(inward & (off != 0), np.nextafter(near, np.float32(0)), near)
+
+
+def fma_directed(a, b, c, mode):
+    """fma.{rz,rm,rp}.f32; the product is exact in float64, the sum's error is kept."""
+    p = np.asarray(a, np.float64) * b
+    c = np.asarray(c, np.float64)
+    s = p + c
+    t = s - p
+    rest = (p - (s - t)) + (c - t)
+    return _toward(s, np.where(np.isfinite(s), rest, 0), mode)
+
+
+def add_directed(a, b, mode):
+    """add.{rz,rm,rp}.f32."""
+    return fma_directed(a, np.float32(1), b, mode)
+
+
+def sub_directed(a, b, mode):
+    """sub.{rz,rm,rp}.f32."""
+    return fma_directed(a, np.float32(1), -np.asarray(b, np.float32), mode)
+
+
+def mul_directed(a, b, mode):
+    """mul.{rz,rm,rp}.f32."""
+    s = np.asarray(a, np.float64) * b
+    return _toward(s, np.zeros(s.shape), mode)
+
+
 def fma64(a, b, c):
     """Fused multiply-add of float64 through exact integers would be slow: use long double."""
     return (np.asarray(a, np.longdouble) * b + c).astype(np.float64)

@@ -223,7 +223,7 @@ def warp_sync(ins: Instruction, op: Opcode) -> Op:
 
 DECODERS: dict[str, Decoder] = {
     "bra": branch, "brx.idx": branch_table, "ret": leave, "exit": leave, "trap": trap,
-    "brkpt": trap, "pmevent": nothing, "nanosleep": nanosleep, "elect.sync": elect, "vote.sync": vote, "match.any.sync": match,
-    "match.all.sync": match, "shfl.sync": shfl, "redux.sync": redux, "activemask": activemask,
-    "bar.warp.sync": warp_sync,
+    "brkpt": trap, "pmevent": nothing, "nanosleep": nanosleep, "elect.sync": elect,
+    "vote.sync": vote, "match.any.sync": match, "match.all.sync": match, "shfl.sync": shfl,
+    "redux.sync": redux, "activemask": activemask, "bar.warp.sync": warp_sync,
 }  # fmt: skip

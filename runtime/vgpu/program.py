@@ -13,6 +13,7 @@ import numpy as np
 from megamoe.runtime.vgpu import (
     alu,
     alu_bits,
+    alu_carry,
     alu_convert,
     alu_float,
     ops_async,
@@ -29,6 +30,7 @@ from megamoe.runtime.vgpu.ptx_ast import Entry, Instruction, Module, Special, Sy
 DECODERS = {
     **alu.DECODERS,
     **alu_bits.DECODERS,
+    **alu_carry.DECODERS,
     **alu_float.DECODERS,
     **alu_convert.DECODERS,
     **ops_control.DECODERS,

@@ -98,6 +98,36 @@ def test_fma_rounds_once() -> None:
           lambda a, b, c: bits(round32(Fraction(a) * Fraction(b) + Fraction(c))))  # fmt: skip
 
 
+def directed(x: Fraction, mode: str) -> np.float32:
+    near = round32(x)
+    if Fraction(float(near)) == x:
+        return near
+    above = Fraction(float(near)) > x
+    up = mode == "rp" or (mode == "rz" and x < 0)
+    if above and not up:
+        return np.nextafter(near, np.float32(-np.inf))
+    return np.nextafter(near, np.float32(np.inf)) if not above and up else near
+
+
+@pytest.mark.parametrize("mode", ["rz", "rm", "rp"])
+def test_directed_rounding(mode: str) -> None:
+    x, y, z = rng.normal(size=(3, 32)).astype(np.float32)
+    x[:3], y[:3], z[:3] = np.float32(1), np.float32(1), np.float32([2**-50, -(2**-50), 0])
+    three = [x, y, z]
+
+    def exact(v: Fraction) -> int:
+        return bits(directed(v, mode))
+
+    check(f"fma.{mode}.f32 %r0, %r1, %r2, %r3;", "r", "rrr", three,
+          lambda a, b, c: exact(Fraction(a) * Fraction(b) + Fraction(c)))  # fmt: skip
+    check(f"add.{mode}.f32 %r0, %r1, %r2;", "r", "rr", [x, z],
+          lambda a, b: exact(Fraction(a) + Fraction(b)))  # fmt: skip
+    check(f"sub.{mode}.f32 %r0, %r1, %r2;", "r", "rr", [x, z],
+          lambda a, b: exact(Fraction(a) - Fraction(b)))  # fmt: skip
+    check(f"mul.{mode}.f32 %r0, %r1, %r2;", "r", "rr", [x, y],
+          lambda a, b: exact(Fraction(a) * Fraction(b)))  # fmt: skip
+
+
 def test_min_max() -> None:
     def lower(x: np.float32, y: np.float32) -> np.float32:
         if np.isnan(x) or np.isnan(y):

@@ -103,6 +103,30 @@ def test_carry_chains() -> None:
     )  # fmt: skip
 
 
+def test_wide_product_by_carries() -> None:
+    """128-bit product of 64-bit numbers in 32-bit pieces, the low 64 bits checked."""
+    code = """{ .reg .b32 a, b, c, d, lo, hi;
+    mov.b64 {a,b}, %d1; mov.b64 {c,d}, %d2;
+    mul.lo.u32 lo, a, c; mul.hi.u32 hi, a, c;
+    mad.lo.u32 hi, a, d, hi; mad.lo.u32 hi, b, c, hi; mov.b64 %d0, {lo,hi}; }"""
+    check(code, "d", "dd", [R64, S64], lambda x, y: x * y)
+    code = """{ .reg .b32 a, b, lo, hi; mov.b64 {a,b}, %d1;
+    mad.lo.cc.u32 lo, %r2, %r3, a; madc.hi.u32 hi, %r2, %r3, b; mov.b64 %d0, {lo,hi}; }"""
+    check(code, "d", "drr", [R64, S32, T32], lambda x, y, z: x + y * z)
+    code = """{ .reg .b32 a, b, lo, hi; mov.b64 {a,b}, %d1;
+    mad.lo.cc.u32 lo, %r2, %r3, a; madc.lo.cc.u32 hi, %r2, 1, b; addc.u32 %r0, 0, 0; }"""
+
+    def carry_out(x: int, y: int, z: int) -> int:
+        low = (y * z & 0xFFFFFFFF) + (x & 0xFFFFFFFF)
+        return (x >> 32) + y + (low >> 32) >> 32
+
+    check(code, "r", "drr", [R64, S32, T32], carry_out)
+    code = """{ .reg .b32 a, b; mov.b64 {a,b}, %d1;
+    mad.hi.cc.u32 a, %r2, %r3, a; addc.u32 %r0, b, 0; }"""
+    check(code, "r", "drr", [R64, S32, T32],
+          lambda x, y, z: (x >> 32) + ((y * z >> 32) + (x & 0xFFFFFFFF) >> 32))  # fmt: skip
+
+
 @pytest.mark.parametrize("w", [16, 32, 64])
 def test_logic_and_shifts(w: int) -> None:
     c, a, b = BIN[w]

@@ -228,7 +228,7 @@ REFUSED = {
     "ld.global.L3::evict.b32 %r0, [%d0];": "modifier .L3::evict",
     "call.uni foo, (%r0);": "opcode 'call'",
     "add.u32 %r0, %r1;": "operands",
-    "fma.rz.f32 %r0, %r1, %r2, %r3;": "modifier .rz",
+    "div.rz.f32 %r0, %r1, %r2;": "modifier .rz",
     "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r0], 128;": "opcode 'tcgen05'",
     "mul.u32 %r0, %r1, %r2;": "needs .lo, .hi or .wide",
 }
