@@ -5,6 +5,9 @@ Plain data: a machine without the compiler can launch images with it.
 
 from enum import IntEnum
 
+FORWARD_ARCHS = ("sm_90a",)
+"""Architectures with a forward kernel."""
+
 PARAMETERS: tuple[tuple[str, str, str], ...] = (
     ("x", "u64", "address of the caller's rows [T, H] bf16"),
     ("x_stride", "u64", "bytes between rows of x"),

@@ -11,14 +11,11 @@ import time
 import cutlass  # noqa: F401  (loads the DSL before its submodules)
 from cutlass import Int32, Int64, cute
 
-from megamoe.cute_kernels.abi import PARAMETERS
+from megamoe.cute_kernels.abi import FORWARD_ARCHS, PARAMETERS
 from megamoe.cute_kernels.forward import ForwardKernel
 from megamoe.cute_kernels.image import Image, describe, parse_signature
 from megamoe.cute_kernels.problem import KernelConfig, Problem
 from megamoe.cute_kernels.smem import default_config
-
-FORWARD_ARCHS = ("sm_90a",)
-"""Architectures with a forward kernel."""
 
 
 def compile_forward(

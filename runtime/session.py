@@ -154,8 +154,16 @@ class PeSession:
             SessionClosed: after ``close()``.
         """
         self._check_open()
-        p, experts = self.problem, self.local_experts
-        tensors = checked_weights(p, experts, {"w13": w13, "w2": w2, "b13": b13, "b2": b2})
+        given = {"w13": w13, "w2": w2, "b13": b13, "b2": b2}
+        return self._bind(checked_weights(self.problem, self.local_experts, given))
+
+    def bind_nothing(self) -> BoundWeights:
+        """Weights for a call in which no PE brings a token."""
+        return self._bind({})
+
+    def _bind(self, tensors: dict[str, torch.Tensor]) -> BoundWeights:
+        p = self.problem
+        experts = self.local_experts if tensors else 0
         pool_x = self._local.address + self._local_table["pool_x"].offset
         pool_h = self._local.address + self._local_table["pool_h"].offset
         specs = pool_specs(p)
@@ -169,7 +177,7 @@ class PeSession:
                     raise ValueError(f"{name}: address {addresses[name]:#x}, must be 16-aligned")
         data = b""
         for name in MAPS:
-            # A PE without experts runs no tile; its weight maps only have to be well formed.
+            # Without experts no tile is run; the weight maps only have to be well formed.
             known = name if name in specs else "pool_x"
             data += self.device.encode_tensor_map(specs[known], addresses[known])
         maps = self.device.allocate(len(MAPS) * TENSOR_MAP_BYTES, "maps")

@@ -10,6 +10,7 @@ from cache_helpers import problem
 from megamoe.cute_kernels.abi import PARAMETERS
 from megamoe.cute_kernels.image import Image, Parameter
 from megamoe.cute_kernels.problem import Problem
+from megamoe.cute_kernels.workspace import symmetric_block
 from megamoe.runtime.devices.cuda import CudaDevice
 from megamoe.runtime.devices.driver import Driver
 from megamoe.runtime.devices.recording import RecordingApi
@@ -59,14 +60,14 @@ def pe_session(api: RecordingApi, p: Problem | None = None, **options: Any) -> P
     """PE 0 of a one-PE problem."""
     p = p or problem(num_pes=1, experts_per_pe=8)
     gpu = device(api)
-    (block,) = allocate_symmetric([gpu], 1 << 20)
+    (block,) = allocate_symmetric([gpu], symmetric_block(p).nbytes)
     settings: dict[str, Any] = {"grid": 132, "image": forward_image()} | options
     return PeSession(
         problem=p,
         device=gpu,
         symmetric=block,
         pe=0,
-        placement=[(0, expert) for expert in range(p.num_experts)],
+        replicas=[[(0, expert)] for expert in range(p.num_experts)],
         **settings,
     )
 
@@ -75,8 +76,8 @@ def bind(session: PeSession) -> Any:
     p = session.problem
     experts = session.local_experts
     return session.bind_weights(
-        w13_LGH=torch.zeros(experts, 2 * p.intermediate, p.hidden, dtype=torch.bfloat16),
-        w2_LHI=torch.zeros(experts, p.hidden, p.intermediate, dtype=torch.bfloat16),
+        w13=torch.zeros(experts, 2 * p.intermediate, p.hidden, dtype=torch.bfloat16),
+        w2=torch.zeros(experts, p.hidden, p.intermediate, dtype=torch.bfloat16),
     )
 
 

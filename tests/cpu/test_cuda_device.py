@@ -14,7 +14,7 @@ from recorded import recording_api as api_of
 from megamoe.cute_kernels.abi import MAPS
 from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.smem import SMEM_LIMIT, SharedMap, default_config
-from megamoe.cute_kernels.tensor_maps import pool_specs, weight_specs
+from megamoe.cute_kernels.tensor_maps import pool_specs, w2_spec, w13_spec
 from megamoe.runtime.devices.driver import Driver
 from megamoe.runtime.errors import (
     DriverError,
@@ -27,7 +27,7 @@ from megamoe.runtime.errors import (
 SHAPES = [
     (hidden, inter, experts, pes)
     for hidden, inter, experts, pes in (
-        (64, 64, 1, 1), (64, 64, 8, 8), (128, 64, 3, 2), (192, 320, 5, 1), (320, 192, 7, 4),
+        (64, 64, 1, 1), (8, 8, 8, 8), (136, 72, 3, 2), (192, 320, 5, 1), (328, 200, 7, 4),
         (512, 256, 8, 2), (576, 320, 8, 3), (1024, 4096, 16, 4), (2048, 768, 128, 8),
         (2048, 1408, 64, 8), (2880, 2880, 32, 4), (3584, 18944, 8, 8), (4096, 1536, 128, 8),
         (4096, 14336, 8, 8), (4096, 14336, 8, 1), (5120, 1536, 160, 64), (6144, 16384, 8, 2),
@@ -36,7 +36,14 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def shape(hidden: int, inter: int, experts: int, pes: int) -> Problem:
+LAYOUTS = [
+    {"w13_layout": layout, "w13_transposed": turned, "w2_transposed": turned}
+    for layout in ("gate_up", "up_gate", "interleaved")
+    for turned in (False, True)
+] + [{"activation": "relu2"}]
+
+
+def shape(hidden: int, inter: int, experts: int, pes: int, **layout: object) -> Problem:
     local = -(-experts // pes)
     return problem(
         hidden,
@@ -47,17 +54,20 @@ def shape(hidden: int, inter: int, experts: int, pes: int) -> Problem:
         top_k=1,
         max_tokens=128,
         pool_rows=128 * (local + 1),
+        **layout,
     )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
 @pytest.mark.parametrize("sizes", SHAPES, ids=lambda sizes: "x".join(map(str, sizes)))
-def test_tensor_maps_keep_the_documented_rules(sizes):
+def test_tensor_maps_keep_the_documented_rules(sizes, layout):
     """The rules of cuTensorMapEncodeTiled for a 2-byte type, no interleave, 128-byte swizzle."""
-    p = shape(*sizes)
+    p = shape(*sizes, **layout)
     api = api_of()
     gpu = device(api)
     address = 0x7F0000000400
-    specs = [*weight_specs(p, p.experts_per_pe), *pool_specs(p)]
+    weights = (w13_spec(p, p.experts_per_pe), w2_spec(p, p.experts_per_pe))
+    specs = [*weights, *pool_specs(p).values()]
     maps = [gpu.encode_tensor_map(spec, address) for spec in specs]
     assert [len(data) for data in maps] == [128] * len(MAPS)
     calls = [call for name, call in api.calls if name == "cuTensorMapEncodeTiled"]
@@ -76,12 +86,8 @@ def test_tensor_maps_keep_the_documented_rules(sizes):
         assert steps == [1] * rank
         assert (tuple(dims), tuple(strides), tuple(box)) == (spec.dims, spec.strides, spec.box)
     # The weights' maps end exactly where the tensors end.
-    for spec, nbytes in zip(
-        specs[:2],
-        (4 * p.experts_per_pe * p.intermediate * p.hidden,
-         2 * p.experts_per_pe * p.intermediate * p.hidden),
-        strict=True,
-    ):  # fmt: skip
+    for spec, rows in zip(weights, (p.w13_rows, p.intermediate), strict=True):
+        nbytes = 2 * p.experts_per_pe * rows * p.hidden
         last = sum((d - 1) * s for d, s in zip(spec.dims[1:], spec.strides, strict=True))
         assert last + 2 * spec.dims[0] == nbytes
 
@@ -289,8 +295,10 @@ def test_weights_that_moved_are_bound_anew():
     api = api_of()
     session = pe_session(api)
     bound = bind(session)
-    assert bound.still_there(bound.w13_LGH, bound.w2_LHI)
-    assert not bound.still_there(bound.w13_LGH.clone(), bound.w2_LHI)
+    same = dict(bound.tensors)
+    assert bound.still_there(same)
+    assert not bound.still_there(same | {"w13": same["w13"].clone()})
+    assert not bound.still_there(same | {"b2": same["w2"]})
     session.release_weights(bound)
     assert all(kept is not bound.maps for kept in session.device._allocations)
 

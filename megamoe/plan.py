@@ -1,0 +1,78 @@
+"""How much memory a session takes, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megamoe.config import MoEConfig
+from megamoe.cute_kernels.problem import KernelConfig, Problem
+from megamoe.cute_kernels.smem import SharedMap, default_config
+from megamoe.cute_kernels.workspace import local_block, symmetric_block
+from megamoe.lowering import kernel_problem
+
+SYMMETRIC = "symmetric"
+LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class PlannedRegion:
+    """One named array of a PE's workspace."""
+
+    block: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one PE allocates. Weights are read where they are and are not in it.
+
+    Args:
+        regions: every array of both blocks.
+        symmetric_bytes: the block that peers address, from the transport.
+        local_bytes: the block of this PE alone, from torch.
+        smem_bytes: shared memory of one CTA.
+    """
+
+    problem: Problem
+    config: KernelConfig
+    regions: tuple[PlannedRegion, ...]
+    symmetric_bytes: int
+    local_bytes: int
+    smem_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.symmetric_bytes + self.local_bytes
+
+
+def plan(cfg: MoEConfig, *, kernel_config: KernelConfig | None = None) -> Plan:
+    """The workspace of one PE; the same on every PE. Allocates nothing and needs no GPU.
+
+    Raises:
+        ValueError: the kernel does not run this config, or no kernel config fits.
+
+    >>> cfg = MoEConfig(hidden=7168, intermediate=2048, num_experts=256, top_k=8, num_pes=8,
+    ...                 max_tokens=4096)
+    >>> planned = plan(cfg)
+    >>> [round(n / 2**30, 2) for n in (planned.symmetric_bytes, planned.local_bytes)]
+    [0.5, 4.57]
+    """
+    problem = kernel_problem(cfg)
+    config = kernel_config or default_config(problem)
+    symmetric, local = symmetric_block(problem), local_block(problem)
+    regions = tuple(
+        PlannedRegion(name, region.name, region.dtype, region.shape, region.nbytes)
+        for name, block in ((SYMMETRIC, symmetric), (LOCAL, local))
+        for region in block.regions
+    )
+    return Plan(
+        problem=problem,
+        config=config,
+        regions=regions,
+        symmetric_bytes=symmetric.nbytes,
+        local_bytes=local.nbytes,
+        smem_bytes=SharedMap.of(problem, config).total,
+    )
