@@ -10,7 +10,7 @@ from megamoe.config import MoEConfig
 
 if TYPE_CHECKING:
     from megamoe.module import MegaMoE, forward
-    from megamoe.plan import plan
+    from megamoe.planning import plan
     from megamoe.runtime.errors import MegaMoEError
     from megamoe.session import Session
 
@@ -18,7 +18,7 @@ _LAZY = {
     "MegaMoE": "megamoe.module",
     "forward": "megamoe.module",
     "Session": "megamoe.session",
-    "plan": "megamoe.plan",
+    "plan": "megamoe.planning",
     "MegaMoEError": "megamoe.runtime.errors",
 }
 

@@ -6,6 +6,7 @@ from megamoe import __version__
 from megamoe.cli.cache import cache_command
 from megamoe.cli.compile import compile_command
 from megamoe.cli.demo import demo_command
+from megamoe.cli.plan import plan_command
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -17,3 +18,4 @@ def main() -> None:
 main.add_command(demo_command)
 main.add_command(compile_command)
 main.add_command(cache_command)
+main.add_command(plan_command)

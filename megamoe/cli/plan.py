@@ -1,0 +1,92 @@
+"""``megamoe plan``: the memory a session takes, before anything is allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from megamoe.cli.common import JSON_OPTION, plain_errors, write_json
+from megamoe.config import MoEConfig
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes in a unit that keeps three digits.
+
+    >>> size_text(512), size_text(3 << 20), size_text(5 << 29)
+    ('512 B', '3.00 MiB', '2.50 GiB')
+    """
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{nbytes} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
+
+
+@click.command("plan")
+@click.option("--hidden", type=int, required=True, help="H, the hidden size.")
+@click.option("--intermediate", type=int, required=True, help="I, of one expert.")
+@click.option("--experts", type=int, required=True, help="E, over all PEs.")
+@click.option("--top-k", type=int, required=True, help="K, experts per token.")
+@click.option("--pes", type=int, required=True, help="P, PEs of the expert-parallel group.")
+@click.option("--max-tokens", type=int, default=4096, show_default=True, help="Per PE and call.")
+@click.option("--capacity", type=int, help="Pool rows of a PE; without it the worst case.")
+@JSON_OPTION
+def plan_command(
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    top_k: int,
+    pes: int,
+    max_tokens: int,
+    capacity: int | None,
+    json_path: Path | None,
+) -> None:
+    """Show the bytes of every region of one PE's workspace."""
+    from megamoe.planning import plan
+
+    with plain_errors():
+        cfg = MoEConfig(
+            hidden=hidden,
+            intermediate=intermediate,
+            num_experts=experts,
+            top_k=top_k,
+            num_pes=pes,
+            max_tokens=max_tokens,
+            capacity=capacity,
+        )
+        planned = plan(cfg)
+    table = Table(title=f"workspace of one PE of {pes}: {size_text(planned.total_bytes)}")
+    for column in ("block", "region", "shape", "bytes"):
+        table.add_column(column, justify="right" if column == "bytes" else "left")
+    rows: list[dict[str, Any]] = []
+    for region in planned.regions:
+        shape = " x ".join(map(str, region.shape))
+        table.add_row(
+            region.block, region.name, f"{region.dtype} {shape}", size_text(region.nbytes)
+        )
+        rows.append(
+            {
+                "block": region.block,
+                "name": region.name,
+                "dtype": region.dtype,
+                "shape": list(region.shape),
+                "bytes": region.nbytes,
+            }
+        )
+    table.add_section()
+    table.add_row("symmetric", "all", "", size_text(planned.symmetric_bytes))
+    table.add_row("local", "all", "", size_text(planned.local_bytes))
+    Console().print(table)
+    write_json(
+        json_path,
+        {
+            "symmetric_bytes": planned.symmetric_bytes,
+            "local_bytes": planned.local_bytes,
+            "smem_bytes": planned.smem_bytes,
+            "regions": rows,
+        },
+    )

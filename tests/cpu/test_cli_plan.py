@@ -1,0 +1,43 @@
+"""``megamoe plan``: the numbers a session allocates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from megamoe import MoEConfig, plan
+from megamoe.cli import main
+
+SHAPE = ["--hidden", "7168", "--intermediate", "2048", "--experts", "256", "--top-k", "8"]
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    ran = CliRunner().invoke(main, ["plan", *SHAPE, *arguments])
+    assert ran.exit_code == code, ran.output
+    return ran.output
+
+
+def test_the_table_and_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    text = run("--pes", "8", "--json", str(file))
+    cfg = MoEConfig(
+        hidden=7168, intermediate=2048, num_experts=256, top_k=8, num_pes=8, max_tokens=4096
+    )
+    planned, found = plan(cfg), json.loads(file.read_text())
+    assert found["symmetric_bytes"] == planned.symmetric_bytes
+    assert found["local_bytes"] == planned.local_bytes
+    assert len(found["regions"]) == len(planned.regions)
+    pool = next(region for region in found["regions"] if region["name"] == "pool_x")
+    assert pool["bytes"] == 2 * pool["shape"][0] * 7168
+    assert "GiB" in text and "pool_h" in text
+
+
+def test_a_capacity_lowers_it_and_bad_sizes_are_refused(tmp_path: Path) -> None:
+    sizes = []
+    for extra in ([], ["--capacity", "20000"]):
+        run("--pes", "8", *extra, "--json", str(tmp_path / "f"))
+        sizes.append(json.loads((tmp_path / "f").read_text())["local_bytes"])
+    assert sizes[1] < sizes[0] / 4
+    assert "num_pes=65" in run("--pes", "65", code=1)
