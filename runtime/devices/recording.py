@@ -14,6 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megamoe.cute_kernels.abi import PARAMETERS
+from megamoe.cute_kernels.image import Image, Parameter
+
 H200 = {
     "COMPUTE_CAPABILITY_MAJOR": 9,
     "COMPUTE_CAPABILITY_MINOR": 0,
@@ -68,7 +71,7 @@ class RecordingApi:
         self.launches: list[RecordedLaunch] = []
         self.keep_calls = True
         self._contexts = [0]
-        self._has_driver = _driver_present(driver)
+        self._has_driver = driver_present(driver)
 
     def __hash__(self) -> int:
         return id(self)
@@ -181,7 +184,33 @@ class RecordingApi:
         return ()
 
 
-def _driver_present(driver: Any) -> bool:
+def stub_image(smem_bytes: int = 231552, arch: str = "sm_90a") -> Image:
+    """An image with the forward kernel's signature and no code, for recorded launches."""
+    parameters, offset = [], 0
+    for name, width, _ in PARAMETERS:
+        nbytes = int(width[1:]) // 8
+        offset = -(-offset // nbytes) * nbytes
+        parameters.append(Parameter(name, nbytes, offset))
+        offset += nbytes
+    return Image(
+        entry="megamoe_forward",
+        arch=arch,
+        ptx="",
+        cubin=b"\x7fELF stub",
+        parameters=tuple(parameters),
+        threads=384,
+        smem_bytes=smem_bytes,
+        registers=168,
+        spill_bytes=0,
+        setmaxnreg=(),
+        mma_instructions={},
+        notes=(),
+        compile_seconds=0.0,
+    )
+
+
+def driver_present(driver: Any) -> bool:
+    """True if ``cuda.bindings.driver`` finds a driver on this machine."""
     try:
         driver.cuInit(0)
     except Exception:

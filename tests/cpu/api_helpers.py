@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recorded import device, forward_image, recording_api
+from recorded import device, recording_api
 
 from megamoe import MegaMoE, MoEConfig, Session
 from megamoe.runtime.cache import ImageCache
-from megamoe.runtime.devices.recording import RecordingApi
+from megamoe.runtime.devices.recording import RecordingApi, stub_image
 
 
 def config(**changes: Any) -> MoEConfig:
@@ -47,7 +47,7 @@ def recording_session(
     cfg: MoEConfig, folder: Path | str, api: RecordingApi | None = None, **options: Any
 ) -> tuple[Session, RecordingApi]:
     api = api or recording_api()
-    cache = ImageCache(folder, compile=lambda **what: forward_image())
+    cache = ImageCache(folder, compile=lambda **what: stub_image())
     return Session(cfg, device=device(api), cache=cache, **options), api
 
 

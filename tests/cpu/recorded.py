@@ -8,12 +8,11 @@ import torch
 from cache_helpers import problem
 
 from megamoe.cute_kernels.abi import PARAMETERS
-from megamoe.cute_kernels.image import Image, Parameter
 from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.workspace import symmetric_block
 from megamoe.runtime.devices.cuda import CudaDevice
 from megamoe.runtime.devices.driver import Driver
-from megamoe.runtime.devices.recording import RecordingApi
+from megamoe.runtime.devices.recording import RecordingApi, stub_image
 from megamoe.runtime.session import PeSession
 from megamoe.runtime.transports.local import allocate_symmetric
 
@@ -21,33 +20,8 @@ CPU = torch.device("cpu")
 STREAM = 0x77
 
 
-def forward_image(smem_bytes: int = 231552, arch: str = "sm_90a") -> Image:
-    """An image with the forward kernel's signature, laid out as a compiler does."""
-    parameters, offset = [], 0
-    for name, width, _ in PARAMETERS:
-        nbytes = int(width[1:]) // 8
-        offset = -(-offset // nbytes) * nbytes
-        parameters.append(Parameter(name, nbytes, offset))
-        offset += nbytes
-    return Image(
-        entry="megamoe_forward",
-        arch=arch,
-        ptx="",
-        cubin=b"\x7fELF recorded",
-        parameters=tuple(parameters),
-        threads=384,
-        smem_bytes=smem_bytes,
-        registers=168,
-        spill_bytes=0,
-        setmaxnreg=(),
-        mma_instructions={},
-        notes=(),
-        compile_seconds=0.0,
-    )
-
-
 def recording_api(**options: Any) -> RecordingApi:
-    sizes = tuple(parameter.nbytes for parameter in forward_image().parameters)
+    sizes = tuple(parameter.nbytes for parameter in stub_image().parameters)
     return RecordingApi(parameter_bytes=sizes, **options)
 
 
@@ -61,7 +35,7 @@ def pe_session(api: RecordingApi, p: Problem | None = None, **options: Any) -> P
     p = p or problem(num_pes=1, experts_per_pe=8)
     gpu = device(api)
     (block,) = allocate_symmetric([gpu], symmetric_block(p).nbytes)
-    settings: dict[str, Any] = {"grid": 132, "image": forward_image()} | options
+    settings: dict[str, Any] = {"grid": 132, "image": stub_image()} | options
     return PeSession(
         problem=p,
         device=gpu,

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from cache_helpers import problem
-from recorded import STREAM, arguments, bind, device, forward_image, launched, pe_session
+from recorded import STREAM, arguments, bind, device, launched, pe_session
 from recorded import recording_api as api_of
 
 from megamoe.cute_kernels.abi import MAPS
@@ -16,6 +16,7 @@ from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.smem import SMEM_LIMIT, SharedMap, default_config
 from megamoe.cute_kernels.tensor_maps import pool_specs, w2_spec, w13_spec
 from megamoe.runtime.devices.driver import Driver
+from megamoe.runtime.devices.recording import stub_image
 from megamoe.runtime.errors import (
     DriverError,
     DriverMissing,
@@ -97,8 +98,8 @@ def test_the_kernels_shared_memory_is_what_the_launch_asks_for(hidden):
     p = problem(hidden)
     total = SharedMap.of(p, default_config(p)).total
     api = api_of()
-    launch = device(api).prepare(forward_image(total), grid=4)
-    launch(bytes(forward_image().parameters[-1].offset + 8))
+    launch = device(api).prepare(stub_image(total), grid=4)
+    launch(bytes(stub_image().parameters[-1].offset + 8))
     (asked,) = [call for name, call in api.calls if name == "cuFuncSetAttribute"]
     assert asked[1].name == "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
     assert asked[2] == api.launches[0].smem_bytes == total <= SMEM_LIMIT
@@ -174,7 +175,7 @@ def test_the_right_context_is_current_and_the_callers_restored():
     api = api_of()
     second = device(api, 1)
     api._contexts = [0x1000]
-    image = forward_image()
+    image = stub_image()
     launch = second.prepare(image, grid=2)
     launch(bytes(launch._nbytes))
     assert api.launches[-1].context == 0x1001
@@ -188,7 +189,7 @@ def test_the_right_context_is_current_and_the_callers_restored():
 def test_modules_are_loaded_once_a_device_from_many_threads():
     api = api_of()
     gpus = [device(api, index) for index in (0, 1)]
-    image = forward_image()
+    image = stub_image()
     threads = [
         threading.Thread(target=gpu.prepare, args=(image,), kwargs={"grid": 4}) for gpu in gpus * 4
     ]
@@ -205,7 +206,7 @@ def test_modules_are_loaded_once_a_device_from_many_threads():
 def test_the_stream_is_asked_for_at_every_launch():
     api = api_of()
     streams = iter([1, 1, 2, 0])
-    launch = device(api, stream=lambda: next(streams)).prepare(forward_image(), grid=1)
+    launch = device(api, stream=lambda: next(streams)).prepare(stub_image(), grid=1)
     for _ in range(4):
         launch(bytes(launch._nbytes))
     assert [launch.stream for launch in api.launches] == [1, 1, 2, 0]
@@ -215,12 +216,12 @@ def test_the_stream_is_asked_for_at_every_launch():
 def test_a_grid_that_cannot_be_resident_is_refused(sharers, limit):
     api = api_of()
     gpu = device(api, sharers=sharers)
-    launch = gpu.prepare(forward_image(), grid=limit)
+    launch = gpu.prepare(stub_image(), grid=limit)
     launch(bytes(launch._nbytes))
     assert api.launches[0].attributes == ({"COOPERATIVE": 1} if sharers == 1 else {})
     for grid in (0, limit + 1):
         with pytest.raises(LaunchRefused, match=rf"grid={grid}: .* 1 to {limit} CTAs .*132 SMs"):
-            gpu.prepare(forward_image(), grid=grid)
+            gpu.prepare(stub_image(), grid=grid)
     with pytest.raises(ValueError, match="sharers=0"):
         device(api, sharers=0)
 
@@ -239,17 +240,17 @@ def test_an_unsupported_gpu_is_named_at_once(major, minor):
     api = api_of()
     api.attributes |= {"COMPUTE_CAPABILITY_MAJOR": major, "COMPUTE_CAPABILITY_MINOR": minor}
     with pytest.raises(UnsupportedDevice, match=rf"{major}\.{minor}, .*sm_90a needs 9\.0; .*class"):
-        device(api).prepare(forward_image(), grid=1)
+        device(api).prepare(stub_image(), grid=1)
     assert api.counts["cuModuleLoadData"] == 0
     with pytest.raises(UnsupportedDevice, match="none known"):
-        device(api).check(forward_image(arch="sm_75"))
+        device(api).check(stub_image(arch="sm_75"))
 
 
 def test_too_little_shared_memory_and_no_cooperative_launch():
     api = api_of()
     api.attributes["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"] = 166912
     with pytest.raises(UnsupportedDevice, match=r"166912 bytes .*needs 231552"):
-        device(api).prepare(forward_image(), grid=1)
+        device(api).prepare(stub_image(), grid=1)
     api.attributes["COOPERATIVE_LAUNCH"] = 0
     with pytest.raises(UnsupportedDevice, match="cooperatively"):
         device(api)

@@ -18,7 +18,7 @@ import megamoe
 from megamoe import MoEConfig, Session
 from megamoe.runtime.devices.cuda import CudaDevice
 from megamoe.runtime.devices.driver import Driver
-from megamoe.runtime.devices.recording import _driver_present
+from megamoe.runtime.devices.recording import driver_present
 from megamoe.runtime.errors import (
     CompilerMissing,
     DriverMissing,
@@ -185,7 +185,7 @@ def test_an_unsupported_gpu_is_refused_at_construction(tmp_path):
 def test_without_a_driver():
     from cuda.bindings import driver
 
-    if _driver_present(driver):
+    if driver_present(driver):
         pytest.skip("this machine has a driver")
     with pytest.raises(DriverMissing, match=r"no CUDA driver.*CPU tensors with the reference"):
         Session(config())
@@ -306,9 +306,9 @@ def test_a_compilation_that_fails_on_one_rank_fails_on_all(ranks):
         def run(**what):
             if rank == 1:
                 raise CompilerMissing("nothing here")
-            from recorded import forward_image
+            from megamoe.runtime.devices.recording import stub_image
 
-            return forward_image()
+            return stub_image()
 
         return run
 
@@ -382,10 +382,9 @@ def test_the_interpreter_leaves_an_open_session_behind(tmp_path):
 def test_a_device_of_another_number_is_taken(tmp_path):
     api = recording_api()
     gpu = CudaDevice(1, driver=Driver(api), memory=torch.device("cpu"), stream=lambda: 5)
-    from recorded import forward_image
-
     from megamoe.runtime.cache import ImageCache
+    from megamoe.runtime.devices.recording import stub_image
 
-    cache = ImageCache(tmp_path, compile=lambda **what: forward_image())
+    cache = ImageCache(tmp_path, compile=lambda **what: stub_image())
     Session(config(), device=gpu, cache=cache).warmup()
     assert (api.launches[0].context, api.launches[0].stream) == (0x1001, 5)
