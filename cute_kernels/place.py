@@ -44,7 +44,10 @@ def await_routes(c: Context) -> Int32:
             peer,
             Int32(-1),
         )
-    return Int32(cute.arch.vote_all_sync(ok == 1))
+    all_ok = Int32(cute.arch.vote_all_sync(ok == 1))
+    # Lane p has acquired from PE p; a vote orders no memory, this does.
+    cute.arch.sync_warp()
+    return all_ok
 
 
 @cute.jit

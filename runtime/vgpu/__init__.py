@@ -12,17 +12,23 @@ from megamoe.runtime.vgpu.errors import (
     UnsupportedInstruction,
     VgpuError,
 )
+from megamoe.runtime.vgpu.findings import AccessPlace, Finding, FindingError
 from megamoe.runtime.vgpu.kernel import Kernel
+from megamoe.runtime.vgpu.race_detector import RaceDetector
 from megamoe.runtime.vgpu.report import Report
 from megamoe.runtime.vgpu.tensormap import TensorMap
 from megamoe.runtime.vgpu.world import World
 
 __all__ = [
+    "AccessPlace",
     "Deadlock",
+    "Finding",
+    "FindingError",
     "Kernel",
     "LaunchError",
     "MemoryFault",
     "PtxSyntaxError",
+    "RaceDetector",
     "Report",
     "SyncError",
     "TensorMap",

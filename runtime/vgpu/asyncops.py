@@ -18,7 +18,7 @@ from megamoe.runtime.vgpu.atomics import operation
 from megamoe.runtime.vgpu.errors import MemoryFault
 from megamoe.runtime.vgpu.memory import Region
 from megamoe.runtime.vgpu.ptx_ast import Instruction
-from megamoe.runtime.vgpu.sync import MBarrier, lane_values, mbarrier_at
+from megamoe.runtime.vgpu.sync import MBarrier, active, lane_values, mbarrier_at
 
 if TYPE_CHECKING:
     from megamoe.runtime.vgpu.warp import Warp
@@ -28,16 +28,20 @@ if TYPE_CHECKING:
 class AsyncOp:
     """One asynchronous operation between its issue and its completion."""
 
-    __slots__ = ("data", "done", "ins", "kind", "reader", "stage", "track", "warp", "writer")
+    __slots__ = (
+        "data", "done", "ins", "kind", "lane", "note", "reader", "stage", "track", "warp", "writer",
+    )  # fmt: skip
 
     def __init__(
         self, w: Warp, ins: Instruction, kind: str,
         reader: Callable[[], Any], writer: Callable[[Any], None], done: list[tuple[MBarrier, int]],
+        lane: int,
     ) -> None:  # fmt: skip
-        self.warp, self.ins, self.kind = w, ins, kind
+        self.warp, self.ins, self.kind, self.lane = w, ins, kind, lane
         self.reader, self.writer, self.done = reader, writer, done
         self.stage, self.data = 0, None
         self.track: Any = None
+        self.note: Any = None
 
     def read(self) -> None:
         """Do the read side."""
@@ -98,12 +102,6 @@ def groups_of(w: Warp, kind: str, lane: int) -> LaneGroups:
     if found is None:
         found = table[lane] = LaneGroups()
     return found
-
-
-def active(w: Warp) -> list[int]:
-    """Lane numbers of the current group."""
-    bits = w.cur.bits
-    return [i for i in range(32) if bits >> i & 1]
 
 
 def commit_group(w: Warp, ins: Instruction, kind: str) -> None:
@@ -196,7 +194,7 @@ def submit_copy(
             part = region.data[off : off + n]
             part[:] = data if apply is None else apply(part, data)
 
-    op = AsyncOp(w, ins, form, reader, writer, done)
+    op = AsyncOp(w, ins, form, reader, writer, done, lane)
     op.track = (sr, so, n, dests)
     for region, _ in dests:
         if form == "s2g":
@@ -257,7 +255,7 @@ def cp_async(w: Warp, ins: Instruction, dst: Any, src: Any, size: int, used: Any
         def writer(data: np.ndarray, dr: Region = dr, do: int = do) -> None:
             dr.data[do : do + size] = data
 
-        op = AsyncOp(w, ins, "cp.async", reader, writer, [])
+        op = AsyncOp(w, ins, "cp.async", reader, writer, [], lane)
         op.track = (sr, so, n, [(dr, do)])
         w.loaded[sr.pe] += n
         groups_of(w, "copy", lane).open.append(op)
@@ -279,7 +277,9 @@ def cp_async_arrive(w: Warp, ins: Instruction, address: Any, noinc: bool) -> Non
                 op.complete()
             bar.arrive(1, w.world)
 
-        w.world.submit(AsyncOp(w, ins, "cp.async.arrive", lambda: None, writer, []))
+        op = AsyncOp(w, ins, "cp.async.arrive", lambda: None, writer, [], lane)
+        op.track = (bar,)
+        w.world.submit(op)
 
 
 def submit(world: World, op: AsyncOp) -> None:

@@ -30,6 +30,7 @@ class Cluster:
         self.size = cx * cy * cz
         self.barrier = ClusterBarrier()
         self.ctas: list[Cta] = []
+        self.uid = 0  # of a detector
 
     def start(self, world: World, sm: int) -> list[Cta]:
         """Make the CTAs."""

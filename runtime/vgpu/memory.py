@@ -31,7 +31,7 @@ class Region:
 
     __slots__ = (
         "array", "base", "cells", "data", "end", "itemsize", "kind", "name", "pe", "released",
-        "shape", "views", "writable",
+        "shadow", "shape", "views", "writable",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +44,7 @@ class Region:
         self.itemsize = 1
         self.shape: tuple[int, ...] = (len(data),)
         self.released = False
+        self.shadow: Any = None
         # Index with the access size. Whole elements only: a tail shorter than one is reached
         # through a narrower view.
         self.views: dict[int, Any] = {}

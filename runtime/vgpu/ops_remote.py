@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megamoe.runtime.vgpu.alu import Decoder
-from megamoe.runtime.vgpu.asyncops import AsyncOp, active, span
+from megamoe.runtime.vgpu.asyncops import AsyncOp, span
 from megamoe.runtime.vgpu.atomics import operation
 from megamoe.runtime.vgpu.codegen import NAMESPACE, Emitter
 from megamoe.runtime.vgpu.errors import SyncError
@@ -21,7 +21,7 @@ from megamoe.runtime.vgpu.ops import Op, count, make
 from megamoe.runtime.vgpu.ops_memory import cells, size_of, the_type
 from megamoe.runtime.vgpu.ops_sync import shared_address
 from megamoe.runtime.vgpu.ptx_ast import Instruction
-from megamoe.runtime.vgpu.sync import lane_values, mbarrier_at
+from megamoe.runtime.vgpu.sync import active, lane_values, mbarrier_at
 
 if TYPE_CHECKING:
     from megamoe.runtime.vgpu.warp import Warp
@@ -46,7 +46,7 @@ def remote_store(
         region, off = span(w, ins, "shared", d, nbytes, lane, nbytes, write=True)
         op = AsyncOp(
             w, ins, "st.async", partial(list, bits), writer(region, off, size, reduce),
-            [(mbarrier_at(w, ins, b), nbytes)],
+            [(mbarrier_at(w, ins, b), nbytes)], lane,
         )  # fmt: skip
         op.track = (None, 0, nbytes, [(region, off)])
         w.world.submit(op)

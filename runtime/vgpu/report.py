@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megamoe.runtime.vgpu.findings import Finding
+
 if TYPE_CHECKING:
     from megamoe.runtime.vgpu.world import World
 
@@ -32,6 +34,7 @@ class Report:
     ticks: int = 0
     seconds: float = 0.0
     text: str = ""
+    findings: list[Finding] = field(default_factory=list)
 
     @property
     def bytes_between_pes(self) -> int:
@@ -64,6 +67,8 @@ def collect(world: World, seconds: float) -> Report:
     for launch in world.launches:
         r.launches[launch.pe] = r.launches.get(launch.pe, 0) + 1
     r.ticks = world.ticks
+    if world.detector is not None:
+        r.findings = list(world.detector.findings)
     return r
 
 

@@ -22,6 +22,7 @@ class Waitable:
 
     def __init__(self) -> None:
         self.waiters: list[Any] = []
+        self.hb: Any = None  # of a detector
 
     def wake(self, world: World) -> None:
         """Let every suspended group look again."""
@@ -190,6 +191,12 @@ def lane_values(w: Warp, *values: Any) -> list[tuple]:
     return [tuple(c if type(c) is int else c[k] for c in columns) for k in range(len(lanes))]
 
 
+def active(w: Warp) -> list[int]:
+    """Lane numbers of the current group."""
+    bits = w.cur.bits
+    return [i for i in range(32) if bits >> i & 1]
+
+
 def mbarrier_at(w: Warp, ins: Instruction, address: int) -> MBarrier:
     """The mbarrier object at a shared address."""
     cta = w.cta.peer(address >> 24)
@@ -203,7 +210,7 @@ def mbarrier_at(w: Warp, ins: Instruction, address: int) -> MBarrier:
 
 def mbar_init(w: Warp, ins: Instruction, address: Any, count: Any) -> None:
     """mbarrier.init."""
-    for addr, n in lane_values(w, address, count):
+    for lane, (addr, n) in zip(active(w), lane_values(w, address, count), strict=True):
         if not 1 <= n <= MAX_COUNT:
             raise SyncError(f"{w.place()}: mbarrier.init with count {n} ({w.source(ins)})")
         if addr & 7:
@@ -217,7 +224,7 @@ def mbar_init(w: Warp, ins: Instruction, address: Any, count: Any) -> None:
         w.cta.mbarriers[addr & 0xFFFFFF] = MBarrier(w.cta, addr & 0xFFFFFF, n)
         w.cta.smem[addr & 0xFFFFFF : (addr & 0xFFFFFF) + 8] = 0
         if w.world.detector is not None:
-            w.world.detector.mbarrier_init(w, ins, addr)
+            w.world.detector.mbarrier_init(w, ins, addr, lane)
     w.world.progress += 1
 
 
@@ -236,11 +243,12 @@ def mbar_arrive(
     """mbarrier.arrive and arrive.expect_tx; the result is the phase's state token."""
     world, state = w.world, 0
     try:
-        for addr, n, tx in lane_values(w, address, count, expect):
+        values = lane_values(w, address, count, expect)
+        for lane, (addr, n, tx) in zip(active(w), values, strict=True):
             bar = mbarrier_at(w, ins, addr)
             state = bar.phase << 20 | bar.pending
             if world.detector is not None:
-                world.detector.mbarrier_arrive(w, ins, bar)
+                world.detector.mbarrier_arrive(w, ins, bar, lane, n, tx)
             if no_complete and n >= bar.pending:
                 raise SyncError("arrive.noComplete would complete the phase")
             if tx:
@@ -260,9 +268,12 @@ def mbar_tx(w: Warp, ins: Instruction, address: Any, amount: Any, sign: int) -> 
 def mbar_drop(w: Warp, ins: Instruction, address: Any, count: Any, expect: Any) -> int:
     """mbarrier.arrive_drop: later phases expect fewer arrivals."""
     state = 0
-    for addr, n, tx in lane_values(w, address, count, expect):
+    values = lane_values(w, address, count, expect)
+    for lane, (addr, n, tx) in zip(active(w), values, strict=True):
         bar = mbarrier_at(w, ins, addr)
         state = bar.phase << 20 | bar.pending
+        if w.world.detector is not None:
+            w.world.detector.mbarrier_arrive(w, ins, bar, lane, n, tx)
         bar.expected -= n
         bar.tx += tx
         bar.arrive(n, w.world)
@@ -279,7 +290,7 @@ def mbar_test(w: Warp, ins: Instruction, address: Any, token: Any, parity: bool,
     if type(address) is int and type(token) is int:
         bar = mbarrier_at(w, ins, address)
         done: Any = _completed(bar, token, parity)
-        passed = [bar] if done else []
+        passed = [(bar, g.bits)] if done else []
     else:
         done, passed = np.zeros(32, np.bool_), []
         lanes = np.flatnonzero(g.mask).tolist()
@@ -287,12 +298,12 @@ def mbar_test(w: Warp, ins: Instruction, address: Any, token: Any, parity: bool,
             bar = mbarrier_at(w, ins, addr)
             if _completed(bar, tok, parity):
                 done[lane] = True
-                passed.append(bar)
+                passed.append((bar, 1 << lane))
     if passed:
         g.timed_out = False
         if w.world.detector is not None:
-            for bar in passed:
-                w.world.detector.mbarrier_wait(w, ins, bar)
+            for bar, bits in passed:
+                w.world.detector.mbarrier_wait(w, ins, bar, bits)
         return done
     if not wait:
         w.spin(ins)
@@ -317,7 +328,7 @@ def bar_sync(
             return None
         g.token = None
         if w.world.detector is not None:
-            w.world.detector.barrier_pass(w, ins, bar)
+            w.world.detector.barrier_pass(w, ins, bar, generation)
         return bar.result[op] if op else True
     if aligned and g.bits != 0xFFFFFFFF and w.lanes_missing(0xFFFFFFFF):
         return None
@@ -339,7 +350,7 @@ def bar_sync(
         return True
     if bar.generation != before:
         if w.world.detector is not None:
-            w.world.detector.barrier_pass(w, ins, bar)
+            w.world.detector.barrier_pass(w, ins, bar, before)
         return bar.result[op] if op else True
     g.token = (bar, before)
     w.wait_on(bar, ins)
@@ -367,7 +378,7 @@ def cluster_wait(w: Warp, ins: Instruction, aligned: bool) -> bool:
         w.wait_on(bar, ins)
         return True
     if w.world.detector is not None:
-        w.world.detector.barrier_pass(w, ins, bar)
+        w.world.detector.barrier_pass(w, ins, bar, w.cluster_generation)
     return False
 
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megamoe.runtime.vgpu.access import Access, fault
-from megamoe.runtime.vgpu.asyncops import AsyncOp, active, groups_of, reducer, span
+from megamoe.runtime.vgpu.asyncops import AsyncOp, groups_of, reducer, span
 from megamoe.runtime.vgpu.errors import MemoryFault
 from megamoe.runtime.vgpu.memory import Region
 from megamoe.runtime.vgpu.ptx_ast import Instruction
-from megamoe.runtime.vgpu.sync import MBarrier, lane_values, mbarrier_at
+from megamoe.runtime.vgpu.sync import MBarrier, active, lane_values, mbarrier_at
 from megamoe.runtime.vgpu.tensormap import TensorMapDesc
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 def descriptor(w: Warp, ins: Instruction, address: int, lane: int, dims: int) -> TensorMapDesc:
     """The tensor map at a generic address, in parameters or global memory."""
     region, off = span(w, ins, "generic", address, 128, lane, 64)
+    if w.world.detector is not None:
+        w.world.detector.tensor_map(w, ins, region, off, lane)
     try:
         desc = TensorMapDesc.from_bytes(region.data[off : off + 128].tobytes())
     except ValueError as e:
@@ -70,12 +72,12 @@ def tensor_load(
             at_bar = b if mask is None else (b & 0xFFFFFF) | r << 24
             done.append((mbarrier_at(w, ins, at_bar), nbytes))
         w.loaded[region.pe] += plan.bytes_inside
-        submit_load(w, ins, (region, off, plan), where, targets, dests, done)
+        submit_load(w, ins, lane, (region, off, plan), where, targets, dests, done)
         world.count_async(ins, nbytes * len(ranks))
 
 
 def submit_load(
-    w: Warp, ins: Instruction, source: tuple[Region, int, BoxPlan], where: int,
+    w: Warp, ins: Instruction, lane: int, source: tuple[Region, int, BoxPlan], where: int,
     targets: list[np.ndarray], dests: list[tuple[Region, int]], done: list[tuple[MBarrier, int]],
 ) -> None:  # fmt: skip
     """Queue a load."""
@@ -88,7 +90,7 @@ def submit_load(
         for smem in targets:
             plan.scatter_shared(smem, where, values)
 
-    op = AsyncOp(w, ins, "tensor_load", reader, writer, done)
+    op = AsyncOp(w, ins, "tensor_load", reader, writer, done, lane)
     op.track = (region, off, plan, dests, where)
     w.world.submit(op)
 
@@ -129,7 +131,7 @@ def submit_store(
             values = mixed.view(new.dtype).reshape(new.shape)
         plan.scatter_global(data, values)
 
-    op = AsyncOp(w, ins, "tensor_store", reader, writer, [])
+    op = AsyncOp(w, ins, "tensor_store", reader, writer, [], lane)
     op.track = (region, off, plan, [], where)
     groups_of(w, "bulk", lane).open.append(op)
     w.world.submit(op)

@@ -83,6 +83,10 @@ class Warp:
         self.idle_since: int | None = None
         self.intervals: list[tuple[int, int, str]] = []
         self.run_start: int | None = None
+        # Of a detector.
+        self.hb: Any = None
+        self.hb_groups: dict[tuple[str, int], Any] = {}
+        self.hb_batch: list[Any] = []
 
     def specials(self) -> dict[str, Any]:
         """Special registers: arrays where they differ by lane."""

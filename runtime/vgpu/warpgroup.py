@@ -100,6 +100,7 @@ class Warpgroup:
         self.groups: dict[int, Group] = {}
         self.chains: dict[tuple, Chain] = {}
         self.flying: dict[tuple, np.ndarray] = {}
+        self.hb: Any = None  # of a detector
 
     def group(self, index: int) -> Group:
         """A commit group by number."""
@@ -259,6 +260,8 @@ def wgmma_commit(w: Warp, ins: Instruction) -> None:
     """wgmma.commit_group."""
     wgroup = w.warpgroup()
     group = wgroup.group(w.wgmma_committed)
+    if w.world.detector is not None:
+        w.world.detector.wgmma_commit(w)
     w.wgmma_committed += 1
     group.parts[w.index & 3] = w.wgmma_open
     w.wgmma_open = []

@@ -13,6 +13,7 @@ from megamoe.runtime.vgpu import asyncops
 from megamoe.runtime.vgpu.cta import Cluster, Cta
 from megamoe.runtime.vgpu.detector import Detector
 from megamoe.runtime.vgpu.errors import Deadlock, VgpuError
+from megamoe.runtime.vgpu.findings import FindingError
 from megamoe.runtime.vgpu.kernel import Kernel
 from megamoe.runtime.vgpu.launch import (
     REGISTERS,
@@ -25,6 +26,7 @@ from megamoe.runtime.vgpu.launch import (
 )
 from megamoe.runtime.vgpu.memory import AddressSpace, byte_view
 from megamoe.runtime.vgpu.ptx_ast import Instruction
+from megamoe.runtime.vgpu.race_detector import RaceDetector
 from megamoe.runtime.vgpu.report import Report, collect, deadlock_text
 from megamoe.runtime.vgpu.schedule import make_scheduler
 from megamoe.runtime.vgpu.warp import Group, Warp
@@ -42,13 +44,14 @@ class World:
     ``sms`` is the number of SMs of a PE; CTAs that do not fit start when others end.
     ``stuck_seconds``: logical time without progress after which a run counts as deadlocked;
     ``stall_instructions``: so many warp instructions in a row without a store, an arrival or any
-    other effect count as a deadlock too (a loop that polls with plain loads).
+    other effect count as a deadlock too (a loop that polls with plain loads). ``detect`` switches
+    the race detector on (docs/verification.md): findings are in the report of a run.
     """
 
     def __init__(
         self, pes: int = 1, seed: int = 0, schedule: str = "round_robin",
         completion: str = "eager", sms: int = 132, stuck_seconds: float = 3600.0,
-        stall_instructions: int = 20_000_000,
+        stall_instructions: int = 20_000_000, detect: bool = False,
     ) -> None:  # fmt: skip
         if completion not in COMPLETIONS:
             raise ValueError(f"completion={completion!r}: allowed are {', '.join(COMPLETIONS)}")
@@ -65,6 +68,8 @@ class World:
         self.launches: list[Launch] = []
         self.module_globals: dict[tuple[int, int], dict[str, int]] = {}
         self.reset_run()
+        if detect:
+            self.detector = RaceDetector(self)
 
     def reset_run(self) -> None:
         """Forget the counters of the last run."""
@@ -169,18 +174,24 @@ class World:
                 if var.space in ("global", "const") and not var.extern:
                     data = np.zeros(max(var.size, 1), np.uint8)
                     data[: len(var.init)] = np.frombuffer(var.init, np.uint8)
-                    found[var.name] = self.memory.add(data, var.name, pe).base
+                    region = self.memory.add(data, var.name, pe)
+                    found[var.name] = region.base
+                    if self.detector is not None:
+                        self.detector.region_added(region, True)
         return found
 
     # -- running -----------------------------------------------------------------------------
-    def run(self) -> Report:
+    def run(self, raise_on_finding: bool = False) -> Report:
         """Run all queued launches to their end and return the counters.
 
         Raises :class:`Deadlock`, :class:`MemoryFault` and others of their family with the report
-        of the run so far in ``.report``.
+        of the run so far in ``.report``. ``raise_on_finding``: :class:`FindingError` if the race
+        detector found something.
         """
         self.reset_run()
         started = time.perf_counter()
+        if self.detector is not None:
+            self.detector.run_started()
         try:
             for launch in self.launches:
                 self.queued_ctas.extend(self.clusters(launch))
@@ -198,6 +209,12 @@ class World:
                 self.memory.remove(launch.region)
             self.launches = []
             self.runs += 1
+            if self.detector is not None:
+                self.detector.run_ended()
+        if raise_on_finding and report.findings:
+            error = FindingError("\n".join(str(f) for f in report.findings))
+            error.report = report
+            raise error
         return report
 
     def clusters(self, launch: Launch) -> list[Cluster]:

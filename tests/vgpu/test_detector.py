@@ -14,6 +14,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, tuple]] = []
+        self.findings: list = []
 
     def __getattr__(self, name: str):
         return lambda *args: self.events.append((name, args))

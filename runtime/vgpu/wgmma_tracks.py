@@ -1,0 +1,209 @@
+"""wgmma in the race detector: operand reads of shared memory, and register accesses.
+
+Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "wgmma.fence",
+"wgmma.wait_group". Operands in shared memory are read through the asynchronous proxy by the
+warpgroup's agent; its time is the commit group. Each warp is checked with its own knowledge:
+operand B and, of operand A, the rows that its quarter of the product uses.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megamoe.runtime.vgpu import wgmma as wg
+from megamoe.runtime.vgpu.async_tracks import cells_of
+from megamoe.runtime.vgpu.clocks import SHARED, Clock, WarpClock
+from megamoe.runtime.vgpu.findings import Touch
+from megamoe.runtime.vgpu.happens_before import Core
+from megamoe.runtime.vgpu.register_fences import unfenced
+from megamoe.runtime.vgpu.shadow import Shadow
+
+if TYPE_CHECKING:
+    from megamoe.runtime.vgpu.ptx_ast import Instruction
+    from megamoe.runtime.vgpu.warp import Warp
+    from megamoe.runtime.vgpu.warpgroup import Wgmma
+
+# (first 16-byte chunk, one past the last) runs of an operand
+Runs = tuple[tuple[int, int], ...]
+
+
+def operand_index(desc: int, rows: int, mn_major: bool) -> Any:
+    """16-byte chunk numbers [rows or groups of 8 rows, k] that an operand slab reads."""
+    flat = wg.operand_addresses(desc, rows, mn_major) // 16
+    if mn_major:
+        return flat.reshape(16, rows // 8).T
+    return flat.reshape(rows, -1)
+
+
+@lru_cache(maxsize=4096)
+def runs_of(slabs: tuple[tuple[int, int, bool, int], ...]) -> Runs:
+    """Contiguous runs of chunks that slabs (desc, rows, mn_major, quarter or -1) read together."""
+    parts = []
+    for desc, rows, mn_major, quarter in slabs:
+        index = operand_index(desc, rows, mn_major)
+        if quarter >= 0:
+            n = len(index) // 4
+            index = index[quarter * n : (quarter + 1) * n]
+        parts.append(index.ravel())
+    chunks = np.unique(np.concatenate(parts))
+    cuts = np.flatnonzero(np.diff(chunks) != 1) + 1
+    starts = chunks[np.r_[0, cuts]]
+    ends = chunks[np.r_[cuts - 1, len(chunks) - 1]] + 1
+    return tuple(zip(starts.tolist(), ends.tolist(), strict=True))
+
+
+class WgmmaTracks:
+    """Checks of wgmma operands at commit; completion at wait_group."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    def column(self, w: Warp) -> int:
+        """The warpgroup's agent."""
+        group = w.warpgroup()
+        if group.hb is None:
+            cta = w.cta
+            column = self.core.agents.column(
+                ("wgmma", w.pe, cta.number, w.index >> 2), cluster=cta.cluster.uid
+            )
+            group.hb = (column, self.core.agents.times[column], {})
+        return group.hb[0]
+
+    def issue(self, w: Warp, m: Wgmma) -> None:
+        """One wgmma.mma_async: operands are checked at the commit with what is known now."""
+        batch = w.hb_batch
+        hb: WarpClock = w.hb
+        if batch and batch[-1][1] is not hb.parts[0][1]:
+            self.check(w)
+        batch.append((w.wgmma_open[-1], hb.parts[0][1]))
+        late = unfenced(w.program)
+        if late and m.ins.index in late:
+            self.register_race(w, m, late[m.ins.index])
+
+    def register_race(self, w: Warp, m: Wgmma, writer: Instruction) -> None:
+        """Registers were touched after the last wgmma.fence."""
+        if not self.core.findings.new("register_race", writer.line, m.ins.line):
+            return
+        first = Touch(w, writer, "register write", w.cur.bits)
+        then = Touch(w, m.ins, "wgmma register access", w.cur.bits)
+        self.core.findings.add(
+            "register_race", first.place(), then.place(),
+            "wgmma.fence between the register access and the wgmma", "registers of the wgmma",
+            w.pe,
+        )  # fmt: skip
+
+    def commit(self, w: Warp) -> None:
+        """wgmma.commit_group, before it is counted."""
+        self.check(w)
+
+    def check(self, w: Warp) -> None:
+        """Check and remember the operand reads issued since the last check."""
+        batch, w.hb_batch = w.hb_batch, []
+        if not batch:
+            return
+        column = self.column(w)
+        _, start, seen = w.warpgroup().hb
+        time = start + w.wgmma_committed + 1
+        clock = w.hb.weakest(w.cur.bits)
+        a_slabs, b_slabs = [], []
+        for (m, desc_a, desc_b, *_), _ in batch:
+            if desc_a is not None:
+                a_slabs.append((desc_a, 64, m.trans_a, w.index & 3))
+            b_slabs.append((desc_b, m.n, m.trans_b, -1))
+        touch = Touch(w, batch[0][0][0].ins, "asynchronous read", w.cur.bits)
+        rec = 0
+        for slabs in (tuple(a_slabs), tuple(b_slabs)):
+            if not slabs:
+                continue
+            # Operand B is one read of the whole warpgroup, entered by the first warp.
+            key = (time, slabs) if slabs[0][3] < 0 else None
+            again = key is not None and key in seen
+            if key is not None and not again:
+                if len(seen) > 64:
+                    seen.clear()
+                seen[key] = True
+            if not rec and not again:
+                rec = self.core.records.add(column, time, touch)
+            self.operand(w, slabs, clock, 0 if again else rec, touch, column, time)
+
+    def operand(
+        self, w: Warp, slabs: tuple, clock: Clock, rec: int, touch: Touch, column: int, time: int
+    ) -> None:
+        """One operand of the batch."""
+        sh: Shadow = w.cta.region.shadow
+        first = (w.cta.region.base - w.cta.smem_base) >> 4
+        shift = 4 - sh.grain
+        own = w.hb.base
+        uid = w.cta.cluster.uid
+        records = self.core.records
+        poison = False
+        for start, end in runs_of(slabs):
+            where = slice(start - first << shift, end - first << shift)
+            ids = sh.writes[where]
+            low, high = int(ids.min()), int(ids.max())
+            if low <= 0:
+                poison = True
+                ids = np.abs(ids)
+                low, high = int(ids.min()), int(ids.max())
+            distinct = np.array([low], np.int32) if low == high else np.unique(ids)
+            bad = records.unordered_async(distinct, clock, SHARED, -1, uid)
+            if bad is not None:
+                hit = np.isin(ids, distinct[bad])
+                self.core.races(
+                    sh, cells_of(where), ids, hit, clock, touch, touch.bits, row=SHARED, own=own
+                )  # fmt: skip
+            if rec:
+                before = sh.reads[where]
+                low, high = int(before.min()), int(before.max())
+                if high and not low == high == rec:
+                    late = records.unordered(before, clock, -1)
+                    if late is not None:
+                        late &= before != rec
+                        late &= records.column.take(before >> 6) != column
+                        if late.any():
+                            sh.displace(cells_of(where)[late], before[late], records)
+                sh.reads[where] = rec
+        if poison:
+            self.unwritten(w, slabs, touch, sh)
+
+    def unwritten(self, w: Warp, slabs: tuple, touch: Touch, sh: Shadow) -> None:
+        """Never-written operand bytes: whole rows only spoil rows of the product that nobody has
+        to use, but a row that is written in part is used in part."""
+        first = (w.cta.region.base - w.cta.smem_base) >> 4
+        shift = 4 - sh.grain
+        by_start: dict[Any, list] = {}
+        for desc, rows, mn_major, quarter in slabs:
+            index = operand_index(desc, rows, mn_major)
+            if quarter >= 0:
+                n = len(index) // 4
+                index = index[quarter * n : (quarter + 1) * n]
+            cells = (index - first) << shift
+            marks = sh.writes[cells[..., None] + np.arange(1 << shift)] <= 0
+            kept = by_start.setdefault((rows, mn_major), [])
+            kept.append((marks, cells))
+            some, every = marks.any(axis=(1, 2)), marks.all(axis=(1, 2))
+            partial = some & ~every
+            if partial.any():
+                row = int(np.argmax(partial))
+                k = int(np.argmax(marks[row].any(axis=1)))
+                cell = np.array([cells[row, k]])
+                self.core.poison(sh, cell, sh.writes[cell], touch)
+                return
+
+    def retire(self, w: Warp) -> None:
+        """wait_group covered commit groups: the warp learns that their reads are over."""
+        column = self.column(w)
+        start = w.warpgroup().hb[1]
+        w.hb.column(w.cur.bits, column, start + w.wgmma_retired)
+
+    def all_done(self, w: Warp, clock: Clock) -> None:
+        """A kernel's end completes everything."""
+        group = w.cta.warpgroups.get(w.index >> 2)
+        if group is not None and group.hb is not None:
+            column, start, _ = group.hb
+            time = start + w.wgmma_committed
+            clock[0, column] = max(int(clock[0, column]), time)
+            self.core.agents.times[column] = max(self.core.agents.times[column], time)
