@@ -216,6 +216,17 @@ class ImageCache:
                 path.unlink(missing_ok=True)
         return images
 
+    def exported(
+        self, problem: Problem, config: KernelConfig | None = None, *, arch: str = DEFAULT_ARCH
+    ) -> bytes:
+        """The image file of a problem, compiled if need be, for ``add`` on another machine.
+
+        Raises:
+            ValueError, CompilerMissing: as ``get_or_compile``.
+        """
+        image = self.get_or_compile(problem, config, arch=arch)
+        return encode(image, ImageKey.of(problem, config, arch=arch).plain())
+
     def add(self, data: bytes, *, name: str = "image") -> Path:
         """Take over an exported image file.
 
