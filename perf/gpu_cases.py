@@ -23,7 +23,7 @@ class Case:
     """One call of a group; ``tokens`` is repeated over the PEs."""
 
     name: str
-    tokens: tuple[int, ...] = (0, 1, 17, 64)
+    tokens: tuple[int, ...] = (17, 0, 64, 1)
     hidden: int = 512
     intermediate: int = 256
     num_experts: int = 8
