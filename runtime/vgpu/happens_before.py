@@ -156,11 +156,16 @@ class Core:
                 lanes1 = 1 << (id_ & LANE_MASK)
                 if id_ & LANE_MASK == ALL:
                     lanes1 = self.unordered_lanes(id_, cell, sh, clock, touch, lanes2, row)
-                elif lanes1 == lanes2 and row == GENERIC and first.warp is touch.warp:
+                elif lanes1 == lanes2 and row == GENERIC and self.same_lane(id_, touch, lanes2):
                     continue
                 if lanes1:
                     self.race(sh, cell, id_, first, lanes1, touch, lanes2, clock, row, own)
                     break
+
+    def same_lane(self, id_: int, touch: Touch, bits: int) -> bool:
+        """An access by the very lane, which program order covers."""
+        column, _ = self.records.agent(id_)
+        return touch.warp is not None and column == touch.warp.hb.base + bits.bit_length() - 1
 
     def unordered_lanes(
         self, id_: int, cell: int, sh: Shadow, clock: Clock, touch: Touch, bits: int, row: int

@@ -82,9 +82,11 @@ class RaceDetector:
         region.shadow = Shadow(region, written)
         if not written:
             words = region.data[: len(region.data) & ~3].view(np.uint32)
+            region.shadow.snapshot = np.full(len(region.data), 0xFF, np.uint8)
             if (words == 0xFFFFFFFF).all():
+                # Not all ones, which the host may well write: then it counts as written.
                 words[:] = POISON_WORD
-            region.shadow.snapshot = region.data.copy()
+                region.shadow.snapshot = region.data.copy()
 
     def run_started(self) -> None:
         """Find what the host has written since the last run."""

@@ -136,7 +136,6 @@ class WgmmaTracks:
         sh: Shadow = w.cta.region.shadow
         first = (w.cta.region.base - w.cta.smem_base) >> 4
         shift = 4 - sh.grain
-        own = w.hb.base
         uid = w.cta.cluster.uid
         records = self.core.records
         poison = False
@@ -153,7 +152,7 @@ class WgmmaTracks:
             if bad is not None:
                 hit = np.isin(ids, distinct[bad])
                 self.core.races(
-                    sh, cells_of(where), ids, hit, clock, touch, touch.bits, row=SHARED, own=own
+                    sh, cells_of(where), ids, hit, clock, touch, touch.bits, row=SHARED
                 )  # fmt: skip
             if rec:
                 before = sh.reads[where]
