@@ -6,6 +6,7 @@ Legend: T tokens, H hidden, I intermediate, E experts, L local experts, K top-k,
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
@@ -132,6 +133,11 @@ class Session:
                 "warm up first: the session was not ready when a CUDA graph capture began; call "
                 "session.warmup() or run the layer once before capturing"
             )
+        with self._current_device():
+            self._pe_session = self._build()
+        return self
+
+    def _build(self) -> PeSession:
         group = self._group
         agree(group, self._settings())
         image = self._image()
@@ -161,15 +167,21 @@ class Session:
             self._give_back()
             raise
         assert built is not None
-        self._first_call(built)
-        barrier(group, "first call")
-        self._pe_session = built
+        try:
+            self._first_call(built)
+        except Exception as exc:  # told to every rank, then raised
+            error = exc
+        try:
+            fail_alike(group, "the first call", error)
+        except Exception:
+            self._abandon()  # a peer may still be writing here
+            raise
         log.info(
             "session of PE %d of %d ready: %s, %d CTAs, %.2f GiB",
             self.pe, group.size, self._transport.name, self.num_sms,
             self._plan.total_bytes / 2**30,
         )  # fmt: skip
-        return self
+        return built
 
     def _settings(self) -> dict[str, Any]:
         """What must be equal on every rank."""
@@ -332,20 +344,33 @@ class Session:
         if self.closed:
             return
         self.closed = True
+        with self._current_device():
+            self._close(abandon)
+
+    def _close(self, abandon: bool) -> None:
         session, self._pe_session = self._pe_session, None
         poisoned = session is not None and session.poisoned is not None
         if session is not None:
             session.close()
         if abandon or poisoned:
-            if self._block is not None:
-                log.warning("session of PE %d abandoned with its symmetric memory", self.pe)
-                _ABANDONED.append((self._transport, self._block))
-            self._block = self._transport = None
+            self._abandon()
             return
         if self._block is not None:
             # A peer's last call may still read this PE's rows.
             barrier(self._group, "closing sessions")
         self._give_back()
+
+    def _abandon(self) -> None:
+        if self._block is not None:
+            log.warning("session of PE %d abandoned with its symmetric memory", self.pe)
+            _ABANDONED.append((self._transport, self._block))
+        self._block = self._transport = None
+
+    def _current_device(self) -> AbstractContextManager[object]:
+        """Exchanges of some process groups use the current CUDA device of torch."""
+        if self.tensor_device.type == "cuda":
+            return torch.cuda.device(self.tensor_device)
+        return nullcontext()
 
     def _give_back(self) -> None:
         transport, block = self._transport, self._block

@@ -11,5 +11,7 @@ cd "$(dirname "$0")/.."
 if [[ -z "${PYTHON:-}" ]]; then
     if [[ -x .venv/bin/python ]]; then PYTHON=.venv/bin/python; else PYTHON=python3; fi
 fi
+# One hardware queue a stream: PEs that share the GPU wait for each other.
+export CUDA_DEVICE_MAX_CONNECTIONS=32
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 exec "$PYTHON" perf/gpu_check.py "$@"

@@ -324,6 +324,22 @@ def test_too_little_memory_on_one_rank(ranks):
     same_error(results, SymmetricMemoryError, "rank 1 asked for", "1000 are free", "max_tokens")
 
 
+def test_a_first_call_that_fails_on_one_rank_fails_on_all(ranks):
+    def body(session, rank):
+        if rank == 2:
+            ranks.apis[rank].failures["cuLaunchKernelEx"] = "CUDA_ERROR_LAUNCH_FAILED"
+        try:
+            session.warmup()
+        finally:
+            assert not session.warm
+            session.close()
+
+    results = ranks(body, [config(num_pes=3)] * 3)
+    same_error(results, MegaMoEError, "cuLaunchKernelEx: CUDA_ERROR_LAUNCH_FAILED")
+    assert "the first call failed on rank 2" in str(results[0])
+    assert ranks.events == []  # nothing was freed while a peer may write
+
+
 def test_closing_after_an_error_on_one_rank_does_not_hang(ranks):
     def body(session, rank):
         session.warmup()

@@ -88,18 +88,18 @@ def test_a_pe_is_a_rank_in_its_group(tmp_path: Path) -> None:
 def module_worker(rank: int, size: int, folder: str) -> None:
     begin(rank, size, folder)
     cfg = config(num_pes=size)
-    data = make_inputs(cfg, tokens=[9, 0, 20][:size], seed=3)
+    data = make_inputs(cfg, tokens=[0, 20], seed=3)
     w13, w2 = split_experts(cfg, data.w13, data.w2)
     layer = MegaMoE(cfg, w13[rank], w2[rank])
     y_TH = layer(data.x[rank], data.topk_ids[rank], data.topk_weights[rank])
     assert y_TH.dtype == torch.bfloat16
     error_TH = (y_TH.double() - moe_oracle(cfg, **data.kwargs)[rank]).abs()
     assert bool((error_TH <= error_bound(cfg, **data.kwargs)[rank]).all())
-    dist.destroy_process_group()
+    # The process ends here without destroying the group.
 
 
 def test_the_module_on_the_cpu_equals_the_oracle(tmp_path: Path) -> None:
-    mp.spawn(module_worker, args=(3, str(tmp_path)), nprocs=3)
+    mp.spawn(module_worker, args=(2, str(tmp_path)), nprocs=2)
 
 
 def missing_worker(rank: int, size: int, folder: str) -> None:
@@ -120,26 +120,25 @@ def test_a_missing_rank_is_an_error_not_a_hang(tmp_path: Path) -> None:
 
 EXIT = """
 import sys, torch, torch.distributed as dist
-sys.path.insert(0, sys.argv[4])
-sys.path.insert(0, sys.argv[4] + "/../cpu")
+sys.path.insert(0, sys.argv[3])
+sys.path.insert(0, sys.argv[3] + "/../cpu")
 from test_group import begin, config, make_inputs, split_experts, MegaMoE
-rank, mode = int(sys.argv[1]), sys.argv[3]
+rank = int(sys.argv[1])
 begin(rank, 2, sys.argv[2])
 cfg = config()
 data = make_inputs(cfg, tokens=[3, 4])
 w13, w2 = split_experts(cfg, data.w13, data.w2)
 MegaMoE(cfg, w13[rank], w2[rank])(data.x[rank], data.topk_ids[rank], data.topk_weights[rank])
-if mode == "error" and rank == 1:
+if rank == 1:
     raise KeyError("only rank 1")
 """
 
 
-@pytest.mark.parametrize("mode", ["normal", "error"])
-def test_processes_leave_without_destroying_anything(mode: str, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_stays_visible_and_hangs_nobody(tmp_path: Path) -> None:
     tests = Path(__file__).parent
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", EXIT, str(rank), str(tmp_path), mode, str(tests)],
+            [sys.executable, "-c", EXIT, str(rank), str(tmp_path), str(tests)],
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONPATH": str(tests.parent)},
@@ -147,6 +146,5 @@ def test_processes_leave_without_destroying_anything(mode: str, tmp_path: Path) 
         for rank in range(2)
     ]
     ends = [child.communicate(timeout=60)[1] for child in children]
-    assert [child.returncode for child in children] == [0, 1 if mode == "error" else 0], ends
-    if mode == "error":
-        assert "KeyError: 'only rank 1'" in ends[1]
+    assert [child.returncode for child in children] == [0, 1], ends
+    assert "KeyError: 'only rank 1'" in ends[1]
