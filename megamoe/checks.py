@@ -16,6 +16,7 @@ from megamoe.config import Activation, Combine, MoEConfig, W13Layout, WeightAt
 
 X_DTYPES = (torch.bfloat16,)
 ID_DTYPES = (torch.int32, torch.int64)
+FLOAT_DTYPES = (*X_DTYPES, torch.float16, torch.float32, torch.float64)  # of the reference
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -209,6 +210,34 @@ def check_weights(
         shape=(num_experts, cfg.hidden),
         **common,
     )
+
+
+def check_group_weights(
+    cfg: MoEConfig,
+    *,
+    w13: Sequence[torch.Tensor],
+    w2: Sequence[torch.Tensor],
+    b13: Sequence[torch.Tensor] | None = None,
+    b2: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """`check_weights` for lists with the local weights of every PE.
+
+    Raises:
+        ValueError: a list is not P long, or one of its entries is refused.
+    """
+    for name, entries in (("w13", w13), ("w2", w2), ("b13", b13), ("b2", b2)):
+        if entries is not None:
+            _check_list(cfg, name, entries)
+    for pe in range(cfg.num_pes):
+        check_weights(
+            cfg,
+            w13[pe],
+            w2[pe],
+            num_experts=cfg.experts_per_pe[pe],
+            b13=None if b13 is None else b13[pe],
+            b2=None if b2 is None else b2[pe],
+            pe=pe,
+        )
 
 
 def check_residual(

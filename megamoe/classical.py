@@ -5,8 +5,8 @@ second, independent computation to test against, and the baseline a fused kernel
 needs the host to know all row counts, so it synchronises once per call, which the fused kernel
 never does. Works with any backend that has all_to_all_single, gloo on the CPU among them.
 
-Legend: T tokens, H hidden, K experts per token, E experts, P PEs, I intermediate, G = 2I,
-L experts of this PE, S rows this PE sends, R rows this PE receives.
+Legend: T tokens, H hidden, K experts per token, P PEs, I intermediate, G fc1 rows, L experts of
+this PE, N places of all PEs, S rows this PE sends, R rows this PE receives.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megamoe.checks import check_inputs, check_weights
+from megamoe.checks import FLOAT_DTYPES, check_inputs, check_weights
 from megamoe.config import MoEConfig
-from megamoe.reference import FLOAT_DTYPES, expert_ffn, sum_slots
+from megamoe.reference import expert_ffn, sum_slots
+from megamoe.routes import route_slots
+from megamoe.weights import canonical_weights
 
 
-def expert_order(cfg: MoEConfig, *, topk_ids_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The permutation that groups this PE's rows by destination PE, local expert, token, slot.
+def place_order(
+    cfg: MoEConfig, *, pe: int, topk_ids_TK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The permutation that groups the rows of ``pe`` by destination PE, local expert, token, slot.
 
     Returns:
         ``slot_S`` int64, the flat (token * K + k) of every unmasked slot in sending order, and
-        ``count_E`` int64, rows per expert, **in placement order** (all experts of PE 0, then of
+        ``count_N`` int64 ``[cfg.num_slots]``, rows per place (all places of PE 0, then of
         PE 1, ...).
 
     Worked example: 4 experts placed on (PE, local) = (1, 0), (0, 0), (1, 1), (0, 1), so the order
@@ -33,20 +37,21 @@ def expert_order(cfg: MoEConfig, *, topk_ids_TK: torch.Tensor) -> tuple[torch.Te
 
     >>> cfg = MoEConfig(hidden=64, intermediate=64, num_experts=4, top_k=2, num_pes=2,
     ...                 max_tokens=3, expert_map=[(1, 0), (0, 0), (1, 1), (0, 1)])
-    >>> slot_S, count_E = expert_order(cfg, topk_ids_TK=torch.tensor([[0, 1], [3, -1], [1, 2]]))
-    >>> slot_S.tolist(), count_E.tolist()
+    >>> slot_S, count_N = place_order(
+    ...     cfg, pe=0, topk_ids_TK=torch.tensor([[0, 1], [3, -1], [1, 2]]))
+    >>> slot_S.tolist(), count_N.tolist()
     ([1, 4, 2, 0, 5], [2, 1, 1, 1])
     """
-    num_experts = cfg.num_experts
-    in_order = [expert for pe in range(cfg.num_pes) for expert in cfg.local_experts(pe)]
-    rank_E = torch.empty(num_experts, dtype=torch.int64, device=topk_ids_TK.device)
-    rank_E[in_order] = torch.arange(num_experts, device=topk_ids_TK.device)
-    ids_N = topk_ids_TK.long().flatten()
-    valid_N = (ids_N >= 0) & (ids_N < num_experts)
-    rank_N = torch.where(valid_N, rank_E[ids_N.clamp(0, num_experts - 1)], num_experts)
-    order_N = torch.sort(rank_N, stable=True).indices
-    count_E = torch.bincount(rank_N, minlength=num_experts + 1)[:num_experts]
-    return order_N[: int(valid_N.sum())], count_E
+    num_places = cfg.num_slots
+    device = topk_ids_TK.device
+    sizes = torch.tensor(cfg.experts_per_pe, device=device)
+    base_P = sizes.cumsum(0) - sizes
+    pe_TK, local_TK = route_slots(cfg, pe=pe, topk_ids_TK=topk_ids_TK)
+    pe_S, local_S = pe_TK.flatten(), local_TK.flatten()
+    place_S = torch.where(pe_S >= 0, base_P[pe_S.clamp(min=0)] + local_S, num_places)
+    order_S = torch.sort(place_S, stable=True).indices
+    count_N = torch.bincount(place_S, minlength=num_places + 1)[:num_places]
+    return order_S[: int((pe_S >= 0).sum())], count_N
 
 
 def _all_to_all(
@@ -66,6 +71,8 @@ def moe_classical(
     topk_weights_TK: torch.Tensor,
     w13_LGH: torch.Tensor,
     w2_LHI: torch.Tensor,
+    b13_LG: torch.Tensor | None = None,
+    b2_LH: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
@@ -76,8 +83,10 @@ def moe_classical(
         x_TH: ``[T, H]`` of this PE, any float dtype.
         topk_ids_TK: ``[T, K]`` int32 or int64; < 0 or >= E is masked.
         topk_weights_TK: ``[T, K]`` fp32, bf16 or fp16.
-        w13_LGH: ``[L, 2I, H]``, this PE's experts (`megamoe.reference.split_experts`).
-        w2_LHI: ``[L, H, I]``.
+        w13_LGH: ``[L, *cfg.w13_shape]``, this PE's experts (`megamoe.weights.split_experts`).
+        w2_LHI: ``[L, *cfg.w2_shape]``.
+        b13_LG: ``[L, cfg.w13_rows]``, given exactly if ``cfg.fc1_bias``.
+        b2_LH: ``[L, H]``, given exactly if ``cfg.fc2_bias``.
         group: None is the default group.
         dtype: of products, of the rows on the wire and of the result; None is that of x. The
             router weights are converted too, and a token's rows are summed in ascending k.
@@ -94,20 +103,29 @@ def moe_classical(
     num_local = cfg.experts_per_pe[pe]
     check_inputs(cfg, x_TH, topk_ids_TK, topk_weights_TK, x_dtypes=FLOAT_DTYPES)
     check_weights(
-        cfg, w13_LGH, w2_LHI, num_experts=num_local, dtypes=FLOAT_DTYPES, device=x_TH.device
+        cfg,
+        w13_LGH,
+        w2_LHI,
+        num_experts=num_local,
+        b13=b13_LG,
+        b2=b2_LH,
+        dtypes=FLOAT_DTYPES,
+        bias_dtypes=FLOAT_DTYPES,
+        device=x_TH.device,
     )
+    experts = canonical_weights(cfg, w13_LGH, w2_LHI, num_experts=num_local, b13=b13_LG, b2=b2_LH)
     dtype = x_TH.dtype if dtype is None else dtype
     num_tokens = x_TH.shape[0]
 
     # Permute, and tell every owner how many rows each of its experts gets from here.
-    slot_S, count_E = expert_order(cfg, topk_ids_TK=topk_ids_TK)
+    slot_S, count_N = place_order(cfg, pe=pe, topk_ids_TK=topk_ids_TK)
     rows_SH = x_TH[slot_S // cfg.top_k].to(dtype)
     weight_S = topk_weights_TK.flatten()[slot_S].to(dtype)
     experts_per_pe = list(cfg.experts_per_pe)
     count_PL = _all_to_all(
-        count_E, send=experts_per_pe, receive=[num_local] * cfg.num_pes, group=group
+        count_N, send=experts_per_pe, receive=[num_local] * cfg.num_pes, group=group
     ).view(cfg.num_pes, num_local)
-    send = [int(piece.sum()) for piece in count_E.split(experts_per_pe)]
+    send = [int(piece.sum()) for piece in count_N.split(experts_per_pe)]
     receive = count_PL.sum(dim=1).tolist()
 
     # Dispatch. Rows arrive by (source, expert, token); the grouped GEMM wants (expert, source).
@@ -121,10 +139,14 @@ def moe_classical(
     outputs = [
         expert_ffn(
             x_RH=inputs[local],
-            w13_GH=w13_LGH[local].to(dtype),
-            w2_HI=w2_LHI[local].to(dtype),
+            w13_GH=experts.w13_EGH[local].to(dtype),
+            w2_HI=experts.w2_EHI[local].to(dtype),
+            b13_G=None if experts.b13_EG is None else experts.b13_EG[local],
+            b2_H=None if experts.b2_EH is None else experts.b2_EH[local],
             weight_R=weights[local],
             activation=cfg.activation,
+            alpha=cfg.activation_alpha,
+            limit=cfg.activation_limit,
             weight_at=cfg.weight_at,
         )
         for local in range(num_local)

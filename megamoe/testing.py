@@ -3,7 +3,7 @@
 A functional simulation for tests: it says whether results and synchronisation are right, nothing
 about speed.
 
-Legend: T tokens, H hidden, I intermediate, G = 2I, L experts of one PE, K top-k.
+Legend: T tokens, H hidden, I intermediate, L experts of one PE, K top-k.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megamoe.checks import check_group, check_kernel_support, check_weights
+from megamoe.checks import check_group, check_group_weights, check_kernel_support
 from megamoe.config import MoEConfig
 from megamoe.cute_kernels.image import Image
 from megamoe.cute_kernels.problem import KernelConfig, Problem
@@ -53,11 +53,16 @@ class VgpuMoE:
 
     Args:
         cfg: the layer.
-        w13, w2: per PE local weights ``[L, 2I, H]`` (gate first) and ``[L, H, I]`` bf16.
+        w13, w2: per PE local weights ``[L, *cfg.w13_shape]`` and ``[L, *cfg.w2_shape]`` bf16, in
+            the layout of ``cfg`` (`megamoe.weights.split_experts`).
+        b13, b2: per PE local biases ``[L, cfg.w13_rows]`` and ``[L, H]`` bf16 or fp32, given
+            exactly if ``cfg.fc1_bias`` and ``cfg.fc2_bias``.
         grid: CTAs per PE.
         seed, schedule, completion: of the vgpu world.
         timeout_s: deadline of waits, in logical time; 0 = none.
         config: kernel config; None = rule-based.
+        detect: run under the race detector; findings are in ``VgpuResult.report``.
+        image: the compiled kernel to run, e.g. a mutant; None = the one of the layer.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
@@ -69,12 +74,16 @@ class VgpuMoE:
         *,
         w13: Sequence[torch.Tensor],
         w2: Sequence[torch.Tensor],
+        b13: Sequence[torch.Tensor] | None = None,
+        b2: Sequence[torch.Tensor] | None = None,
         grid: int = DEFAULT_GRID,
         seed: int = 0,
         schedule: str = "round_robin",
         completion: str = "eager",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         config: KernelConfig | None = None,
+        detect: bool = False,
+        image: Image | None = None,
     ):
         from megamoe.cute_kernels.roles import ROLES
         from megamoe.runtime.devices.vgpu import VgpuDevice
@@ -82,17 +91,13 @@ class VgpuMoE:
         from megamoe.runtime.vgpu.world import World
 
         check_kernel_support(cfg)
-        for name, tensors in (("w13", w13), ("w2", w2)):
-            if len(tensors) != cfg.num_pes:
-                raise ValueError(
-                    f"{name} has {len(tensors)} entries: must be num_pes={cfg.num_pes}"
-                )
-        for pe in range(cfg.num_pes):
-            check_weights(cfg, w13[pe], w2[pe], num_experts=cfg.experts_per_pe[pe], pe=pe)
+        check_group_weights(cfg, w13=w13, w2=w2, b13=b13, b2=b2)
         self.cfg = cfg
         self.problem = kernel_problem(cfg)
-        self.image = compiled(self.problem, config)
-        self.world = World(pes=cfg.num_pes, seed=seed, schedule=schedule, completion=completion)
+        self.image = image if image is not None else compiled(self.problem, config)
+        self.world = World(
+            pes=cfg.num_pes, seed=seed, schedule=schedule, completion=completion, detect=detect
+        )
         self.devices = [VgpuDevice(self.world, pe, ROLES) for pe in range(cfg.num_pes)]
         self.group = LocalGroup(
             problem=self.problem,
@@ -169,6 +174,8 @@ def run_vgpu(
     topk_weights: Sequence[torch.Tensor],
     w13: Sequence[torch.Tensor],
     w2: Sequence[torch.Tensor],
+    b13: Sequence[torch.Tensor] | None = None,
+    b2: Sequence[torch.Tensor] | None = None,
     seed: int = 0,
     schedule: str = "round_robin",
     completion: str = "eager",
@@ -176,6 +183,14 @@ def run_vgpu(
 ) -> VgpuResult:
     """One fused forward of all PEs on vgpu. Arguments as for ``VgpuMoE`` and its ``forward``."""
     layer = VgpuMoE(
-        cfg, w13=w13, w2=w2, grid=grid, seed=seed, schedule=schedule, completion=completion
+        cfg,
+        w13=w13,
+        w2=w2,
+        b13=b13,
+        b2=b2,
+        grid=grid,
+        seed=seed,
+        schedule=schedule,
+        completion=completion,
     )
     return layer.forward(x=x, topk_ids=topk_ids, topk_weights=topk_weights)

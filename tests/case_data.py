@@ -1,6 +1,6 @@
 """Seeded inputs for the tests of the oracle and of everything compared with it.
 
-Legend: P PEs, T tokens, H hidden, E experts, K experts per token, I intermediate, G = 2I.
+Legend: P PEs, T tokens, H hidden, E experts, K experts per token, I intermediate, G fc1 rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,34 @@ class Inputs:
     topk_weights: list[torch.Tensor]
     w13: torch.Tensor
     w2: torch.Tensor
+    b13: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
+    residual: list[torch.Tensor] | None = None
 
     @property
     def kwargs(self) -> dict[str, Any]:
         return dict(vars(self))
+
+
+def stored_rows(cfg: MoEConfig, rows_EG: torch.Tensor) -> torch.Tensor:
+    """Gate-first ``[E, G, ...]`` in the order of ``cfg.w13_layout``."""
+    if cfg.w13_layout == "gate_up":
+        return rows_EG
+    gate_EI, up_EI = rows_EG.chunk(2, dim=1)
+    if cfg.w13_layout == "up_gate":
+        return torch.cat([up_EI, gate_EI], dim=1)
+    return torch.stack([gate_EI, up_EI], dim=2).flatten(1, 2)
+
+
+def stored_weights(
+    cfg: MoEConfig, w13_EGH: torch.Tensor, w2_EHI: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate-first, not transposed weights, as an engine with the layout of ``cfg`` stores them."""
+    w13 = stored_rows(cfg, w13_EGH)
+    return (
+        w13.mT.contiguous() if cfg.w13_transposed else w13,
+        w2_EHI.mT.contiguous() if cfg.w2_transposed else w2_EHI,
+    )
 
 
 def make_inputs(
@@ -35,10 +59,23 @@ def make_inputs(
     seed: int = 0,
     integers: bool = False,
     masked: float = 0.0,
+    repeated: float = 0.0,
+    residual: bool = False,
+    id_dtype: torch.dtype = torch.int32,
+    weight_dtype: torch.dtype = torch.float32,
+    bias_dtype: torch.dtype = torch.bfloat16,
 ) -> Inputs:
-    """Random bf16 inputs; ids distinct in a token, a share ``masked`` of them -1.
+    """Random bf16 inputs; one seed gives one layer and one call, whatever the layout of ``cfg``.
 
-    With ``integers`` every value is a small integer, so that sums are exact in fp32.
+    Args:
+        tokens: T of every PE.
+        integers: every value is a small integer, so that sums are exact in fp32 (with an activation
+            that is exact too: relu, relu2).
+        masked: share of slots that are -1.
+        repeated: share of slots that repeat the expert of their token's first slot; the other ids
+            of a token are distinct.
+        residual: with a residual.
+        id_dtype, weight_dtype, bias_dtype: of ids, router weights and both biases.
     """
     rng = torch.Generator().manual_seed(seed)
     hidden, inter, experts = cfg.hidden, cfg.intermediate, cfg.num_experts
@@ -52,17 +89,31 @@ def make_inputs(
     for count in tokens:
         x.append(values(count, hidden, scale=1.0))
         order_TE = torch.rand(count, experts, generator=rng).argsort(dim=1)
-        ids_TK = order_TE[:, : cfg.top_k].to(torch.int32)
+        ids_TK = order_TE[:, : cfg.top_k].to(id_dtype)
         drop_TK = torch.rand(count, cfg.top_k, generator=rng) < masked
+        if repeated:
+            repeat_TK = torch.rand(count, cfg.top_k, generator=rng) < repeated
+            ids_TK = torch.where(repeat_TK, ids_TK[:, :1], ids_TK)
         ids.append(torch.where(drop_TK, -1, ids_TK))
         if integers:
-            weights.append(torch.randint(1, 4, (count, cfg.top_k), generator=rng).float())
+            weights_TK = torch.randint(1, 4, (count, cfg.top_k), generator=rng).float()
         else:
-            weights.append(torch.randn(count, cfg.top_k, generator=rng).softmax(dim=-1))
+            weights_TK = torch.randn(count, cfg.top_k, generator=rng).softmax(dim=-1)
+        weights.append(weights_TK.to(weight_dtype))
+    w13, w2 = stored_weights(
+        cfg,
+        values(experts, cfg.w13_rows, hidden, scale=hidden**-0.5),
+        values(experts, hidden, inter, scale=inter**-0.5),
+    )
+    b13_EG = 2 * values(experts, cfg.w13_rows, scale=0.25) if cfg.fc1_bias else None
+    b2_EH = 3 * values(experts, hidden, scale=0.1) if cfg.fc2_bias else None
     return Inputs(
         x=x,
         topk_ids=ids,
         topk_weights=weights,
-        w13=values(experts, 2 * inter, hidden, scale=hidden**-0.5),
-        w2=values(experts, hidden, inter, scale=inter**-0.5),
+        w13=w13,
+        w2=w2,
+        b13=None if b13_EG is None else stored_rows(cfg, b13_EG).to(bias_dtype),
+        b2=None if b2_EH is None else b2_EH.to(bias_dtype),
+        residual=[5 * values(count, hidden, scale=0.1) for count in tokens] if residual else None,
     )

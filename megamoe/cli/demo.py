@@ -142,7 +142,7 @@ def run_demo(*, pes: int, seed: int, progress: Steps) -> DemoRun:
     from megamoe import testing
     from megamoe.error_bound import error_bound
     from megamoe.lowering import kernel_problem
-    from megamoe.reference import split_experts
+    from megamoe.weights import split_experts
 
     tokens = tokens_per_pe(pes)
     cfg = MoEConfig(

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from megamoe import MoEConfig
-from megamoe.checks import check_group, check_inputs, check_weights
+from megamoe.checks import (
+    check_group,
+    check_group_weights,
+    check_inputs,
+    check_residual,
+    check_weights,
+)
 
 CFG = MoEConfig(hidden=64, intermediate=128, num_experts=8, top_k=2, num_pes=2, max_tokens=5)
 
@@ -118,3 +124,58 @@ def test_weights() -> None:
         check_weights(CFG, w13_LGH.float(), w2_LHI, num_experts=3)
     with pytest.raises(ValueError, match="w13 is on cpu: must be on cuda:0"):
         check_weights(CFG, w13_LGH, w2_LHI, num_experts=3, device=torch.device("cuda:0"))
+
+
+def test_weights_follow_layout_and_gating() -> None:
+    turned = replace(CFG, w13_transposed=True, w13_layout="interleaved")
+    w13, w2 = torch.zeros(3, 64, 256).bfloat16(), torch.zeros(3, 64, 128).bfloat16()
+    check_weights(turned, w13, w2, num_experts=3)
+    with pytest.raises(ValueError, match=r"w13 has shape \[3, 64, 256\]: must be \[3, 256, 64\]"):
+        check_weights(CFG, w13, w2, num_experts=3)
+    check_weights(replace(CFG, w2_transposed=True), w13.mT.contiguous(), w2.mT.contiguous(),
+                  num_experts=3)  # fmt: skip
+    plain = replace(CFG, activation="relu2")
+    check_weights(plain, torch.zeros(3, 128, 64).bfloat16(), w2, num_experts=3)
+    with pytest.raises(ValueError, match=r"w13 has shape \[3, 256, 64\]: must be \[3, 128, 64\]"):
+        check_weights(plain, w13.mT.contiguous(), w2, num_experts=3)
+
+
+def test_biases() -> None:
+    cfg = replace(CFG, fc1_bias=True, fc2_bias=True)
+    w13, w2 = torch.zeros(4, 256, 64).bfloat16(), torch.zeros(4, 64, 128).bfloat16()
+    biases = {"b13": torch.zeros(4, 256), "b2": torch.zeros(4, 64).bfloat16()}
+    check_weights(cfg, w13, w2, num_experts=4, **biases)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"b13": None}, r"b13\[1\] is None: must be a tensor, as fc1_bias=True"),
+        ({"b2": None}, r"b2\[1\] is None: must be a tensor, as fc2_bias=True"),
+        ({"b13": torch.zeros(4, 128)}, r"b13\[1\] has shape \[4, 128\]: must be \[4, 256\]"),
+        (
+            {"b2": torch.zeros(4, 64).half()},
+            r"b2\[1\] has dtype float16: must be bf.*, float32",
+        ),
+        ({"b2": torch.zeros(64, 4).T}, r"b2\[1\] has strides"),
+    ]
+    for change, match in changes:
+        with pytest.raises(ValueError, match=match):
+            check_weights(cfg, w13, w2, num_experts=4, pe=1, **{**biases, **change})
+    with pytest.raises(ValueError, match="b13 is given: must be None, as fc1_bias=False"):
+        check_weights(CFG, w13, w2, num_experts=4, b13=biases["b13"])
+
+
+def test_group_weights_and_residual() -> None:
+    cfg = replace(CFG, fc2_bias=True, expert_map=[(0, 0), (0, 1), *((1, i) for i in range(6))])
+    w13 = [torch.zeros(n, 256, 64).bfloat16() for n in (2, 6)]
+    w2 = [torch.zeros(n, 64, 128).bfloat16() for n in (2, 6)]
+    b2 = [torch.zeros(n, 64) for n in (2, 6)]
+    check_group_weights(cfg, w13=w13, w2=w2, b2=b2)
+    with pytest.raises(ValueError, match=r"w13\[0\] has shape \[6, 256, 64\]: .*\[2, 256, 64\]"):
+        check_group_weights(cfg, w13=w13[::-1], w2=w2, b2=b2)
+    with pytest.raises(ValueError, match="b2 has 1 entries: must be a list of num_pes=2"):
+        check_group_weights(cfg, w13=w13, w2=w2, b2=b2[:1])
+    x = [torch.zeros(n, 64).bfloat16() for n in (3, 0)]
+    check_residual(cfg, None, x=x)
+    check_residual(cfg, [torch.ones(3, 64).bfloat16(), x[1]], x=x)
+    with pytest.raises(ValueError, match=r"residual\[0\] has shape \[0, 64\]: must be \[3, 64\]"):
+        check_residual(cfg, x[::-1], x=x)
+    with pytest.raises(ValueError, match=r"residual\[0\] has dtype float32: must be bfloat16"):
+        check_residual(cfg, [t.float() for t in x], x=x)

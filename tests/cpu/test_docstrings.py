@@ -11,10 +11,17 @@ EXAMPLES = {  # module -> examples it has, so that a lost example is noticed
     "megamoe.config": 4,
     "megamoe.expert_map": 4,
     "megamoe.router": 4,
+    "megamoe.activations": 1,
+    "megamoe.weights": 2,
+    "megamoe.routes": 3,
     "megamoe.reference": 2,
     "megamoe.classical": 3,
     "megamoe.timeline": 1,
     "megamoe.cli.demo": 1,
+    "megamoe.cli.plan": 1,
+    "megamoe.cli.cache": 1,
+    "megamoe.planning": 3,
+    "megamoe.runtime.launch": 3,
 }
 
 

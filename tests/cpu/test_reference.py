@@ -1,4 +1,6 @@
-"""The oracle itself: against plain loops, and on the inputs that break MoE layers in the field."""
+"""The oracle itself: against plain loops, and on the inputs that break MoE layers in the field.
+
+Biases, layouts, replicas, residual and the pre-reduced combine: test_reference_features."""
 
 from __future__ import annotations
 
@@ -7,34 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from case_data import Inputs, make_inputs
+from case_data import make_inputs
+from loops import by_loops
 
 from megamoe import MoEConfig
-from megamoe.reference import activate, moe_oracle, split_experts
+from megamoe.reference import moe_oracle
 
 CFG = MoEConfig(
     hidden=64, intermediate=64, num_experts=4, top_k=2, num_pes=2, max_tokens=128, activation="relu"
 )
-
-
-def by_loops(cfg: MoEConfig, inputs: Inputs, pe: int) -> torch.Tensor:
-    """y of one PE, one scalar product at a time, in fp64."""
-    x_TH, w13, w2 = inputs.x[pe].double(), inputs.w13.double(), inputs.w2.double()
-    inter = cfg.intermediate
-    y_TH = torch.zeros_like(x_TH)
-    for t in range(x_TH.shape[0]):
-        for k in range(cfg.top_k):
-            e = int(inputs.topk_ids[pe][t, k])
-            if not 0 <= e < cfg.num_experts:
-                continue
-            h = torch.empty(inter, dtype=torch.float64)
-            for i in range(inter):
-                gate = torch.dot(w13[e, i], x_TH[t])
-                up = torch.dot(w13[e, inter + i], x_TH[t])
-                act = gate * torch.sigmoid(gate) if cfg.activation == "silu" else gate.clamp(min=0)
-                h[i] = act * up
-            y_TH[t] += inputs.topk_weights[pe][t, k].double() * (w2[e] @ h)
-    return y_TH
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu"])
@@ -226,25 +209,8 @@ def test_garbage_in_masked_tokens_stays_there(garbage: float, rounding: Any) -> 
     assert not y_TH[6:].any() and y_TH[:6].any(dim=1).all()
 
 
-def test_split_experts_follows_the_map() -> None:
-    inputs = make_inputs(CFG, tokens=[0, 0])
-    w13, w2 = split_experts(CFG, inputs.w13, inputs.w2)
-    assert w13[1].data_ptr() == inputs.w13[2].data_ptr()  # default placement: views, no copy
-    assert torch.equal(torch.cat(w2), inputs.w2)
-    cfg = replace(CFG, expert_map=[(1, 1), (0, 0), (1, 2), (1, 0)])
-    w13, w2 = split_experts(cfg, inputs.w13, inputs.w2)
-    assert torch.equal(w13[0], inputs.w13[[1]]) and torch.equal(w13[1], inputs.w13[[3, 0, 2]])
-    assert torch.equal(w2[0], inputs.w2[[1]]) and torch.equal(w2[1], inputs.w2[[3, 0, 2]])
-    empty = replace(CFG, expert_map=[(1, 0), (1, 1), (1, 2), (1, 3)])
-    assert split_experts(empty, inputs.w13, inputs.w2)[0][0].shape == (0, 128, 64)
-    with pytest.raises(ValueError, match=r"w13 has shape \[3, 128, 64\]: must be \[4, 128, 64\]"):
-        split_experts(CFG, inputs.w13[:3], inputs.w2)
-
-
 def test_bad_arguments() -> None:
     inputs = make_inputs(CFG, tokens=[1, 1])
-    with pytest.raises(ValueError, match="activation='gelu'"):
-        activate(torch.zeros(1), torch.zeros(1), activation="gelu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="x has 1 entries"):
         moe_oracle(CFG, **{**inputs.kwargs, "x": inputs.x[:1]})
     with pytest.raises(ValueError, match=r"w2 has shape"):

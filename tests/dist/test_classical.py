@@ -14,9 +14,25 @@ from case_data import Inputs, make_inputs
 
 from megamoe import MoEConfig
 from megamoe.classical import moe_classical
-from megamoe.reference import moe_oracle, split_experts
+from megamoe.reference import moe_oracle
+from megamoe.weights import split_experts, split_per_pe
 
 SCATTERED = [(1, 0), (0, 1), (3, 0), (1, 1), (0, 0), (2, 0), (2, 1), (3, 1), (0, 2), (1, 2)]
+
+
+GPT_OSS = {
+    "activation": "gpt_oss",
+    "activation_limit": 1.0,
+    "w13_layout": "interleaved",
+    "w13_transposed": True,
+    "w2_transposed": True,
+    "fc1_bias": True,
+    "fc2_bias": True,
+    "weight_at": "combine",
+    "expert_map": [[(0, 0), (2, 1), (3, 0)], (1, 0), [(2, 0), (0, 1)], (3, 1), (3, 2), (1, 1)],
+}
+TWICE = {"activation": "relu2", "expert_map": [[(0, 0), (1, 1), (1, 2)], (0, 1), (0, 2), (1, 0)]}
+"""CASES A10."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,8 @@ CASES = [
     Case("ragged, integers", config(2, 3, 3, activation="relu"), [17, 1], integers=True),
     Case("uneven, scattered, masked", config(4, 10, 4, expert_map=SCATTERED), [0, 1, 17, 64], 0.5),
     Case("fewer experts than PEs", config(4, 2, 2), [2, 0, 5, 1]),
+    Case("gpt-oss with redundant experts", config(4, 6, 3, **GPT_OSS), [9, 0, 17, 2], masked=0.1),
+    Case("relu2, an expert twice on a PE", config(2, 4, 2, **TWICE), [16, 17], integers=True),
     Case("integers, four PEs", config(4, 8, 8, activation="relu"), [5, 0, 33, 2], integers=True),
 ]  # fmt: skip
 
@@ -59,6 +77,10 @@ CASES = [
 def run_case(case: Case, rank: int) -> None:
     inputs = case.inputs()
     w13, w2 = split_experts(case.cfg, inputs.w13, inputs.w2)
+    b13, b2 = (
+        None if bias is None else split_per_pe(case.cfg, bias)[rank]
+        for bias in (inputs.b13, inputs.b2)
+    )
     ids_before = inputs.topk_ids[rank].clone()
     y_TH = moe_classical(
         case.cfg,
@@ -67,6 +89,8 @@ def run_case(case: Case, rank: int) -> None:
         topk_weights_TK=inputs.topk_weights[rank],
         w13_LGH=w13[rank],
         w2_LHI=w2[rank],
+        b13_LG=b13,
+        b2_LH=b2,
         dtype=torch.float32 if case.integers else torch.float64,
     )
     expected_TH = moe_oracle(case.cfg, **inputs.kwargs)[rank]

@@ -10,8 +10,9 @@ import torch
 from case_data import Inputs, make_inputs
 
 from megamoe import MoEConfig
-from megamoe.reference import moe_oracle, split_experts
+from megamoe.reference import moe_oracle
 from megamoe.testing import VgpuMoE, VgpuResult
+from megamoe.weights import split_experts
 
 SCATTERED = ((1, 2), (0, 1), (3, 0), (1, 0), (2, 0), (0, 0), (1, 1), (3, 1))
 """Eight experts on four PEs, neither contiguous nor even: 2, 3, 1, 2."""
