@@ -37,8 +37,28 @@ def compile_forward(
     config = config or default_config(problem)
     kernel = ForwardKernel(problem, config)
     kernel.kernel.set_name_prefix("megamoe_forward")
+    return compile_kernel(kernel, parameters=PARAMETERS, smem_bytes=kernel.shared.total, arch=arch)
+
+
+def compile_kernel(
+    kernel: object,
+    *,
+    parameters: tuple[tuple[str, str, str], ...],
+    smem_bytes: int,
+    arch: str,
+) -> Image:
+    """Trace and compile a kernel whose parameters are scalars, followed by the grid.
+
+    Args:
+        kernel: called as ``kernel(*parameters, grid)``.
+        parameters: (name, ``"u32"`` or ``"u64"``, meaning) in order.
+        smem_bytes: dynamic shared memory of a launch.
+
+    Raises:
+        RuntimeError: the compiler failed; its text is in the message.
+    """
     scalars = {"u32": Int32(0), "u64": Int64(0)}
-    arguments = [scalars[width] for _, width, _ in PARAMETERS]
+    arguments = [scalars[width] for _, width, _ in parameters]
     started = time.perf_counter()
     remarks = io.StringIO()
     # One dump folder a compile: two compiles sharing one return each other's code.
@@ -50,16 +70,16 @@ def compile_forward(
         with contextlib.redirect_stderr(remarks), contextlib.redirect_stdout(remarks):
             compiled = cute.compile(kernel, *arguments, Int32(1), options=options)
         ptx, cubin = compiled.artifacts.PTX, bytes(compiled.artifacts.CUBIN)
-    names = tuple(name for name, _, _ in PARAMETERS)
-    entry, parameters, threads = parse_signature(ptx, names)
+    names = tuple(name for name, _, _ in parameters)
+    entry, signature, threads = parse_signature(ptx, names)
     return Image(
         entry=entry,
         arch=arch,
         ptx=ptx,
         cubin=cubin,
-        parameters=parameters,
+        parameters=signature,
         threads=threads,
-        smem_bytes=kernel.shared.total,
+        smem_bytes=smem_bytes,
         compile_seconds=time.perf_counter() - started,
         **describe(ptx, remarks.getvalue()),
     )
