@@ -185,8 +185,13 @@ SHAPES = (
     ),
 )  # fmt: skip
 
+ROW_PULLS = {"4 KB": (4096, 1), "8 KB": (4096, 2), "14 KB": (3584, 4)}
+"""Rows of the row-copy probe: (bytes of a piece, pieces), as the kernel splits such rows."""
+PULLED_BYTES = {"L2": 16 << 20, "HBM": 1 << 30}
+"""How much is read, so that it comes from the one or the other."""
+
 PROBES = (
-    # Rows of 4, 8 and 14 KB with almost no arithmetic: the row copies decide the time.
+    # The whole kernel with almost no arithmetic: the row copies decide the time.
     Shape(name="rows of 4 KB", hidden=2048, intermediate=64, num_experts=8, top_k=1, tokens=8192),
     Shape(name="rows of 8 KB", hidden=4096, intermediate=64, num_experts=8, top_k=1, tokens=8192),
     Shape(name="rows of 14 KB", hidden=7168, intermediate=64, num_experts=8, top_k=1, tokens=8192),

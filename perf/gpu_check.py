@@ -88,7 +88,7 @@ def markdown(report: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry", action="store_true", help="everything but the driver's calls")
-    parser.add_argument("--images", type=Path, default=BUNDLE, help="folder of prepare_images.py")
+    parser.add_argument("--images", type=Path, default=BUNDLE, help="folder of prepare_images")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="where results go")
     parser.add_argument("--one-case", action="store_true", help="what compute-sanitizer runs")
     options = parser.parse_args()

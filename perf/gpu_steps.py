@@ -13,6 +13,7 @@ import torch
 from baseline import grouped_moe
 from gpu_backend import Backend
 from gpu_cases import CASES, PES, PROBES, SHAPES, SMALL, Call, Case, Shape, digest
+from gpu_probes import row_copies
 
 from megamoe import MegaMoE, Session
 from megamoe.error_bound import error_bound
@@ -260,17 +261,14 @@ def _timed(backend: Backend, shape: Shape, *, baseline: bool, **how: Any) -> dic
 
 
 def measurements(backend: Backend, expected: dict[str, str]) -> dict[str, Any]:
-    """First figures for the model: row copies, launch latency, main loop with idle and busy service
-    warps. Black-box: the shipped kernel at shapes where one part decides the time."""
-    rows = []
-    for shape in PROBES[:3]:
-        timed = _timed(backend, shape, baseline=False)
-        moved = shape.tokens * shape.hidden * 2
-        rate = None if timed["us"] is None else moved / timed["us"] / 1e3
-        rows.append({**timed, "rows_gb_s": rate})
+    """First figures for the model: row copies of one warp per SM (a probe of their own), then the
+    shipped kernel where one part decides the time: row copies, latency, the main loop."""
     prefill = SHAPES[3]
     return {
-        "row_copies": rows,
+        "row_copies": row_copies(backend),
+        "kernel_without_arithmetic": [
+            _timed(backend, shape, baseline=False) for shape in PROBES[:3]
+        ],
         "one_token_us": _timed(backend, PROBES[3], baseline=False, flush=False)["us"],
         "main_loop": _timed(backend, prefill, baseline=False),
         # Rows that are in the symmetric region already leave the staging warps idle.

@@ -12,11 +12,14 @@ import json
 import tarfile
 from pathlib import Path
 
-from gpu_cases import CASES, digest, problems
+from gpu_cases import CASES, ROW_PULLS, digest, problems
 from gpu_check import BUNDLE
+from gpu_probes import probe_file
 from rich.progress import track
+from row_pull import compile_row_pull
 
 from megamoe.runtime.cache import ImageCache
+from megamoe.runtime.image_file import encode
 from megamoe.runtime.parallel import compile_many
 from megamoe.testing import run_vgpu
 
@@ -44,6 +47,10 @@ def main() -> None:
             member = tarfile.TarInfo(f"{len(archive.getnames())}.mmimage")
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
+    for name, (piece_bytes, pieces) in ROW_PULLS.items():
+        image = compile_row_pull(piece_bytes=piece_bytes, pieces=pieces)
+        data = encode(image, {"probe": "row_pull", "piece_bytes": piece_bytes, "pieces": pieces})
+        probe_file(options.out, name).write_bytes(data)
     expected = {}
     todo = [(case, pes) for case in CASES if case.exact for pes in options.vgpu_pes]
     for case, pes in track(todo, description="vgpu"):
