@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megamoe import MoEConfig
+from megamoe.weights import split_experts, split_per_pe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,15 @@ class Inputs:
     @property
     def kwargs(self) -> dict[str, Any]:
         return dict(vars(self))
+
+
+def weights_per_pe(cfg: MoEConfig, inputs: Inputs) -> dict[str, Any]:
+    """w13, w2, b13 and b2 as lists over PEs, a bias that the layer has not being None: the
+    arguments of `megamoe.testing.VgpuMoE`."""
+    w13, w2 = split_experts(cfg, inputs.w13, inputs.w2)
+    biases = {"b13": inputs.b13, "b2": inputs.b2}
+    split = {name: None if b is None else split_per_pe(cfg, b) for name, b in biases.items()}
+    return {"w13": w13, "w2": w2, **split}
 
 
 def stored_rows(cfg: MoEConfig, rows_EG: torch.Tensor) -> torch.Tensor:

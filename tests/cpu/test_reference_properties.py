@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from case_data import Inputs
+from case_data import Inputs, weights_per_pe
 from hypothesis import HealthCheck, given, settings
 from strategies import Call, calls, layers
 
@@ -17,7 +17,6 @@ from megamoe.checks import check_kernel_support
 from megamoe.error_bound import error_bound
 from megamoe.reference import moe_oracle, moe_tokens
 from megamoe.routes import route_slots
-from megamoe.weights import split_experts, split_per_pe
 
 
 def examples(count: int) -> Callable[[Any], Any]:
@@ -76,11 +75,7 @@ def test_every_pe_with_its_own_experts_gives_the_whole(call: Call) -> None:
     """Rows sent where the routes say, computed with what `split_experts` puts there, and summed:
     y. So placement, replicas and routes fit together, and every slot is counted once."""
     cfg, inputs = call.cfg, call.inputs()
-    w13, w2 = split_experts(cfg, inputs.w13, inputs.w2)
-    biases = {
-        name: None if bias is None else split_per_pe(cfg, bias)
-        for name, bias in (("b13", inputs.b13), ("b2", inputs.b2))
-    }
+    weights = weights_per_pe(cfg, inputs)
     want = moe_oracle(cfg, **inputs.kwargs)
     for source in range(cfg.num_pes):
         pe_TK, local_TK = route_slots(cfg, pe=source, topk_ids_TK=inputs.topk_ids[source])
@@ -94,9 +89,7 @@ def test_every_pe_with_its_own_experts_gives_the_whole(call: Call) -> None:
                 x=[inputs.x[source]],
                 topk_ids=[torch.where(pe_TK == pe, local_TK, -1)],
                 topk_weights=[inputs.topk_weights[source]],
-                w13=pad(w13[pe]),
-                w2=pad(w2[pe]),
-                **{name: None if b is None else pad(b[pe]) for name, b in biases.items()},
+                **{name: None if w is None else pad(w[pe]) for name, w in weights.items()},
             )[0]
         assert torch.equal(got, want[source])
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from case_data import Inputs, make_inputs
+from case_data import Inputs, make_inputs, weights_per_pe
 
 from megamoe import MoEConfig
 from megamoe.classical import moe_classical
 from megamoe.reference import moe_oracle
-from megamoe.weights import split_experts, split_per_pe
 
 SCATTERED = [(1, 0), (0, 1), (3, 0), (1, 1), (0, 0), (2, 0), (2, 1), (3, 1), (0, 2), (1, 2)]
 
@@ -76,19 +75,16 @@ CASES = [
 
 def run_case(case: Case, rank: int) -> None:
     inputs = case.inputs()
-    w13, w2 = split_experts(case.cfg, inputs.w13, inputs.w2)
-    b13, b2 = (
-        None if bias is None else split_per_pe(case.cfg, bias)[rank]
-        for bias in (inputs.b13, inputs.b2)
-    )
+    weights = weights_per_pe(case.cfg, inputs)
+    b13, b2 = (weights[name] and weights[name][rank] for name in ("b13", "b2"))
     ids_before = inputs.topk_ids[rank].clone()
     y_TH = moe_classical(
         case.cfg,
         x_TH=inputs.x[rank],
         topk_ids_TK=inputs.topk_ids[rank],
         topk_weights_TK=inputs.topk_weights[rank],
-        w13_LGH=w13[rank],
-        w2_LHI=w2[rank],
+        w13_LGH=weights["w13"][rank],
+        w2_LHI=weights["w2"][rank],
         b13_LG=b13,
         b2_LH=b2,
         dtype=torch.float32 if case.integers else torch.float64,

@@ -7,12 +7,11 @@ Legend: P PEs, T tokens, H hidden, E experts, K experts per token.
 from dataclasses import dataclass
 
 import torch
-from case_data import Inputs, make_inputs
+from case_data import Inputs, make_inputs, weights_per_pe
 
 from megamoe import MoEConfig
 from megamoe.reference import moe_oracle
 from megamoe.testing import VgpuMoE, VgpuResult
-from megamoe.weights import split_experts
 
 SCATTERED = ((1, 2), (0, 1), (3, 0), (1, 0), (2, 0), (0, 0), (1, 1), (3, 1))
 """Eight experts on four PEs, neither contiguous nor even: 2, 3, 1, 2."""
@@ -87,8 +86,8 @@ CASES = (
 
 def layer(case: Case, data: Inputs, **options) -> VgpuMoE:
     """The case's layer on vgpu."""
-    w13, w2 = split_experts(case.cfg, data.w13, data.w2)
-    return VgpuMoE(case.cfg, w13=w13, w2=w2, grid=case.grid, **options)
+    weights = weights_per_pe(case.cfg, data)
+    return VgpuMoE(case.cfg, **weights, grid=case.grid, **options)
 
 
 def call(moe: VgpuMoE, data: Inputs, **options) -> VgpuResult:
