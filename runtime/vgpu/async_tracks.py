@@ -199,17 +199,17 @@ class AsyncCopies:
         core, sh = self.core, side.sh
         ids = sh.writes[side.where]
         unwritten = None
-        if len(ids) and ids.min() <= 0:
+        if len(ids) and np.minimum.reduce(ids) <= 0:
             unwritten = ids <= 0
             ids = np.abs(ids)
         self.check(side, ids, clock, own, w, touch, False)
         rec = core.records.add(side.column, side.time, touch)
         before = sh.reads[side.where]
-        if before.any():
-            bad = core.records.unordered(before.ravel(), clock, own)
+        if np.count_nonzero(before):
+            bad = core.records.unordered(before, clock, own)
             if bad is not None:
                 bad &= before != rec
-                if bad.any():
+                if np.count_nonzero(bad):
                     sh.displace(cells_of(side.where)[bad], before[bad], core.records)
         sh.reads[side.where] = rec
         return unwritten
@@ -220,11 +220,11 @@ class AsyncCopies:
         """The write side."""
         core, sh = self.core, side.sh
         ids = sh.writes[side.where]
-        if len(ids) and ids.min() < 0:
+        if len(ids) and np.minimum.reduce(ids) < 0:
             ids = np.abs(ids)
         self.check(side, ids, clock, own, w, touch, False)
         readers = sh.reads[side.where]
-        if readers.any():
+        if np.count_nonzero(readers):
             self.check(side, readers, clock, own, w, touch, True)
             sh.reads[side.where] = 0
         if sh.overflow:
@@ -246,8 +246,7 @@ class AsyncCopies:
         """Races of one side with what is in its cells."""
         if not len(ids):
             return
-        low, high = int(ids.min()), int(ids.max())
-        distinct = np.array([low], np.int32) if low == high else np.unique(ids)
+        distinct = distinct_of(ids)
         records = self.core.records
         if war or side.row == GENERIC:
             bad = records.unordered(distinct, clock, own)
@@ -349,6 +348,12 @@ def pieces(sh: Shadow, start: int, index: Any, piece: int) -> Any:
     if k > 1:
         cells = (cells[:, None] + np.arange(k)).ravel()
     return cells
+
+
+def distinct_of(ids: Any) -> Any:
+    """The ids that occur: the first of each run of equal ones."""
+    changes = np.flatnonzero(ids[1:] != ids[:-1])
+    return ids[:1] if not len(changes) else ids.take(np.append(0, changes + 1))
 
 
 def by_piece(marks: Any, count: int) -> Any:

@@ -85,7 +85,7 @@ class Core:
     ) -> None:
         """A generic read of cells: race with writers, poison; then it is remembered."""
         before = sh.writes.take(cells)
-        if before.min() <= 0:
+        if np.minimum.reduce(before) <= 0:
             self.poison(sh, cells, before, touch)
             before = np.abs(before)
         bad = self.records.unordered(before, clock, own)
@@ -102,17 +102,17 @@ class Core:
         reads = sh.reads
         before = reads.take(cells)
         reads[cells] = ids
-        if type(ids) is not int and (reads.take(cells) != ids).any():
+        if type(ids) is not int and np.count_nonzero(reads.take(cells) != ids):
             # Several lanes read one cell: the record knows which.
             reads[cells] = int(ids[0]) & ~LANE_MASK | ALL
-        if before.any():
+        if np.count_nonzero(before):
             bad = self.records.unordered(before, clock, own)
             if bad is not None:
                 bad &= before != ids
                 if type(ids) is int and touch.bits == hb.full:
                     # All lanes of the warp read it again: the later read stands for both.
                     bad &= self.records.column.take(before >> LANE_BITS) != hb.base
-                if bad.any():
+                if np.count_nonzero(bad):
                     sh.displace(cells[bad], before[bad], self.records)
 
     def write(
@@ -124,7 +124,7 @@ class Core:
         if bad is not None:
             self.races(sh, cells, before, bad, clock, touch, bits)
         readers = sh.reads.take(cells)
-        if readers.any():
+        if np.count_nonzero(readers):
             bad = self.records.unordered(readers, clock, own)
             if bad is not None:
                 self.races(sh, cells, readers, bad, clock, touch, bits)
@@ -137,7 +137,7 @@ class Core:
                 sh.forget(key, some)
         sh.writes[cells] = ids
         if sh.words:
-            sh.break_words(int(cells.min()), int(cells.max()) + 1)
+            sh.break_words(int(np.minimum.reduce(cells)), int(np.maximum.reduce(cells)) + 1)
 
     # -- from a suspicion to a report --------------------------------------------------------
     def races(

@@ -18,7 +18,7 @@ from megamoe.runtime.vgpu.findings import Touch
 
 if TYPE_CHECKING:
     from megamoe.runtime.vgpu.memory import Region
-    from megamoe.runtime.vgpu.sync_words import Word
+    from megamoe.runtime.vgpu.warp import Warp
 
 LANE_BITS = 6
 LANE_MASK = 63
@@ -71,10 +71,10 @@ class Records:
         column = self.column.take(rec)
         column += ids & LANE_MASK
         bad = clock[GENERIC].take(column) < self.time.take(rec)
-        if not bad.any():
+        if not np.count_nonzero(bad):
             return None
         bad &= column != own
-        return bad if bad.any() else None
+        return bad if np.count_nonzero(bad) else None
 
     def unordered_async(
         self, ids: Ids, clock: Clock, row: int, own: int, cluster: int
@@ -87,10 +87,10 @@ class Records:
         time = self.time.take(rec)
         bad = (clock[GENERIC].take(column) < time) & (column != own)
         crossing = clock[row].take(column) < time
-        if crossing.any():
+        if np.count_nonzero(crossing):
             crossing &= self.agents.cluster.take(column) != cluster
             bad |= crossing
-        return bad if bad.any() else None
+        return bad if np.count_nonzero(bad) else None
 
 
 class Overflow:
@@ -105,12 +105,21 @@ class Overflow:
             self.low, self.high = int(cells.min()), int(cells.max())
 
 
+class Word:
+    """What a release sequence on a word carries: clocks by scope and releasing CTA."""
+
+    __slots__ = ("entries",)
+
+    def __init__(self) -> None:
+        self.entries: dict[tuple[str, int], tuple[Warp, Clock]] = {}
+
+
 class Shadow:
     """The shadow of one region."""
 
     __slots__ = (
-        "grain", "has_poison", "host_owned", "overflow", "reads", "region", "size", "snapshot",
-        "words", "writes",
+        "grain", "host_owned", "marks", "overflow", "overflow_cells", "reads", "region", "size",
+        "snapshot", "word_bytes", "words", "writes",
     )  # fmt: skip
 
     def __init__(self, region: Region, written: bool) -> None:
@@ -121,7 +130,10 @@ class Shadow:
         self.writes: Ids = np.full(count, HOST_ID if written else 0, np.int32)
         self.reads: Ids = np.zeros(count, np.int32)
         self.overflow: dict[tuple, Overflow] = {}
+        self.marks = np.zeros(count, np.bool_)  # scratch
+        self.overflow_cells = (count, -1)  # bounds of all of them
         self.words: dict[int, Word] = {}
+        self.word_bytes = (self.size, -1)  # bounds of their offsets
         self.snapshot: NDArray[np.uint8] | None = None
 
     def refine(self, grain: int) -> None:
@@ -129,12 +141,15 @@ class Shadow:
         k = 1 << (self.grain - grain)
         self.writes = np.repeat(self.writes, k)
         self.reads = np.repeat(self.reads, k)
+        self.marks = np.zeros(len(self.reads), np.bool_)
         fine = np.arange(k)
         self.overflow = {
             key: Overflow((o.cells[:, None] * k + fine).ravel(), np.repeat(o.ids, k))
             for key, o in self.overflow.items()
         }
         self.grain = grain
+        low, high = self.overflow_cells
+        self.overflow_cells = (low * k, high * k + k - 1)
 
     def span(self, offset: int, nbytes: int) -> slice:
         """The cells of a range of bytes."""
@@ -150,24 +165,31 @@ class Shadow:
     def displace(self, cells: Cells, ids: Ids, records: Records) -> None:
         """Keep reads that are about to be overwritten by an unordered one."""
         key = (int(records.column[int(ids[0]) >> LANE_BITS]), int(cells[0]), len(cells))
-        self.overflow[key] = Overflow(cells, ids)
+        new = self.overflow[key] = Overflow(cells, ids)
+        low, high = self.overflow_cells
+        self.overflow_cells = (min(low, new.low), max(high, new.high))
 
     def overflowing(self, where: Footprint) -> list[tuple[tuple, Cells, Ids]]:
         """(key, cells, ids) of displaced reads that lie in a footprint."""
         if isinstance(where, slice):
             low, high = where.start, where.stop - 1
         else:
-            low, high = int(where.min()), int(where.max())
+            low, high = int(np.minimum.reduce(where)), int(np.maximum.reduce(where))
+        if low > self.overflow_cells[1] or high < self.overflow_cells[0]:
+            return []
+        near = [x for x in self.overflow.items() if x[1].low <= high and x[1].high >= low]
+        if not near:
+            return []
         out = []
-        for key, o in self.overflow.items():
-            if o.low > high or o.high < low:
-                continue
-            if isinstance(where, slice):
-                hit = (o.cells >= low) & (o.cells <= high)
-            else:
-                hit = np.isin(o.cells, where)
-            if hit.any():
+        self.marks[where] = True
+        for key, o in near:
+            hit = self.marks.take(o.cells)
+            n = np.count_nonzero(hit)
+            if n == len(hit):
+                out.append((key, o.cells, o.ids))
+            elif n:
                 out.append((key, o.cells[hit], o.ids[hit]))
+        self.marks[where] = False
         return out
 
     def forget(self, key: tuple, cells: Cells) -> None:
@@ -176,14 +198,25 @@ class Shadow:
         if len(cells) == len(o.cells):
             del self.overflow[key]
             return
-        rest = ~np.isin(o.cells, cells)
+        self.marks[cells] = True
+        rest = ~self.marks.take(o.cells)
+        self.marks[cells] = False
         self.overflow[key] = Overflow(o.cells[rest], o.ids[rest])
+
+    def word(self, offset: int) -> Word:
+        """The synchronising word at an offset, made on first use."""
+        found = self.words.get(offset)
+        if found is None:
+            found = self.words[offset] = Word()
+            low, high = self.word_bytes
+            self.word_bytes = (min(low, offset), max(high, offset))
+        return found
 
     def break_words(self, low: int, high: int) -> None:
         """A plain write to cells [low, high) ends the release sequences of words in it."""
-        if not self.words:
-            return
         first, last = low << self.grain, high << self.grain
+        if first > self.word_bytes[1] or last <= self.word_bytes[0]:
+            return
         if high - low < len(self.words):
             for offset in range(first, last, 1 << self.grain):
                 if offset in self.words:

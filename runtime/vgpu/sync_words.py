@@ -23,7 +23,7 @@ from megamoe.runtime.vgpu.clocks import (
 )
 from megamoe.runtime.vgpu.findings import Touch
 from megamoe.runtime.vgpu.happens_before import Core
-from megamoe.runtime.vgpu.shadow import Shadow
+from megamoe.runtime.vgpu.shadow import Shadow, Word
 
 if TYPE_CHECKING:
     from megamoe.runtime.vgpu.access import Access
@@ -47,15 +47,6 @@ def includes(scope: str, a: Warp, b: Warp) -> bool:
     return a.cta is b.cta
 
 
-class Word:
-    """What a release sequence on a word carries: clocks by scope and releasing CTA."""
-
-    __slots__ = ("entries",)
-
-    def __init__(self) -> None:
-        self.entries: dict[tuple[str, int], tuple[Warp, Clock]] = {}
-
-
 class SyncWords:
     """Strong loads, stores and atomics; memory fences."""
 
@@ -77,9 +68,7 @@ class SyncWords:
         """Lanes ``bits`` access one word."""
         sh: Shadow = region.shadow
         hb: WarpClock = w.hb
-        word = sh.words.get(offset)
-        if word is None:
-            word = sh.words[offset] = Word()
+        word = sh.word(offset)
         writes, reads = a.kind != "ld", a.kind != "st"
         observes = a.kind in ("ld", "atom")
         cells = sh.span(offset, a.size * a.count)

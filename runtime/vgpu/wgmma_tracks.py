@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megamoe.runtime.vgpu import wgmma as wg
-from megamoe.runtime.vgpu.async_tracks import cells_of
+from megamoe.runtime.vgpu.async_tracks import cells_of, distinct_of
 from megamoe.runtime.vgpu.clocks import SHARED, Clock, WarpClock
 from megamoe.runtime.vgpu.findings import Touch
 from megamoe.runtime.vgpu.happens_before import Core
@@ -108,65 +108,69 @@ class WgmmaTracks:
         _, start, seen = w.warpgroup().hb
         time = start + w.wgmma_committed + 1
         clock = w.hb.weakest(w.cur.bits)
-        a_slabs, b_slabs = [], []
+        a_slabs: list[tuple] = []
+        b_slabs: list[tuple] = []
         for (m, desc_a, desc_b, *_), _ in batch:
             if desc_a is not None:
                 a_slabs.append((desc_a, 64, m.trans_a, w.index & 3))
             b_slabs.append((desc_b, m.n, m.trans_b, -1))
         touch = Touch(w, batch[0][0][0].ins, "asynchronous read", w.cur.bits)
-        rec = 0
-        for slabs in (tuple(a_slabs), tuple(b_slabs)):
-            if not slabs:
-                continue
-            # Operand B is one read of the whole warpgroup, entered by the first warp.
-            key = (time, slabs) if slabs[0][3] < 0 else None
-            again = key is not None and key in seen
-            if key is not None and not again:
-                if len(seen) > 64:
-                    seen.clear()
-                seen[key] = True
-            if not rec and not again:
-                rec = self.core.records.add(column, time, touch)
-            self.operand(w, slabs, clock, 0 if again else rec, touch, column, time)
+        rec = self.core.records.add(column, time, touch)
+        if a_slabs:
+            self.operand(w, tuple(a_slabs), clock, rec, touch)
+        # Operand B is one read of the whole warpgroup: entered by the first warp, checked by all.
+        key = (time, tuple(b_slabs))
+        found = seen.get(key)
+        if found is None:
+            if len(seen) > 16:
+                seen.clear()
+            seen[key] = self.operand(w, key[1], clock, rec, touch)
+        else:
+            for where, distinct in found:
+                self.reads(w, where, distinct, clock, touch)
 
-    def operand(
-        self, w: Warp, slabs: tuple, clock: Clock, rec: int, touch: Touch, column: int, time: int
-    ) -> None:
-        """One operand of the batch."""
+    def operand(self, w: Warp, slabs: tuple, clock: Clock, rec: int, touch: Touch) -> list:
+        """One operand of the batch: check it, remember the read; its distinct writes by run."""
         sh: Shadow = w.cta.region.shadow
-        first = (w.cta.region.base - w.cta.smem_base) >> 4
-        shift = 4 - sh.grain
-        uid = w.cta.cluster.uid
         records = self.core.records
+        found = []
         poison = False
-        for start, end in runs_of(slabs):
-            where = slice(start - first << shift, end - first << shift)
+        for where in self.cells(w, slabs):
             ids = sh.writes[where]
-            low, high = int(ids.min()), int(ids.max())
-            if low <= 0:
+            if np.minimum.reduce(ids) <= 0:
                 poison = True
                 ids = np.abs(ids)
-                low, high = int(ids.min()), int(ids.max())
-            distinct = np.array([low], np.int32) if low == high else np.unique(ids)
-            bad = records.unordered_async(distinct, clock, SHARED, -1, uid)
-            if bad is not None:
-                hit = np.isin(ids, distinct[bad])
-                self.core.races(
-                    sh, cells_of(where), ids, hit, clock, touch, touch.bits, row=SHARED
-                )  # fmt: skip
-            if rec:
-                before = sh.reads[where]
-                low, high = int(before.min()), int(before.max())
-                if high and not low == high == rec:
-                    late = records.unordered(before, clock, -1)
-                    if late is not None:
-                        late &= before != rec
-                        late &= records.column.take(before >> 6) != column
-                        if late.any():
-                            sh.displace(cells_of(where)[late], before[late], records)
-                sh.reads[where] = rec
+            distinct = distinct_of(ids)
+            self.reads(w, where, distinct, clock, touch)
+            found.append((where, distinct))
+            before = sh.reads[where]
+            if np.count_nonzero(before != before[0]) or before[0]:
+                late = records.unordered(before, clock, -1)
+                if late is not None:
+                    late &= before != rec
+                    if np.count_nonzero(late):
+                        sh.displace(cells_of(where)[late], before[late], records)
+            sh.reads[where] = rec
         if poison:
             self.unwritten(w, slabs, touch, sh)
+        return found
+
+    def reads(self, w: Warp, where: slice, distinct: Any, clock: Clock, touch: Touch) -> None:
+        """Races of operand reads with the writes of a run of cells."""
+        sh: Shadow = w.cta.region.shadow
+        uid = w.cta.cluster.uid
+        bad = self.core.records.unordered_async(distinct, clock, SHARED, -1, uid)
+        if bad is not None:
+            ids = np.abs(sh.writes[where])
+            hit = np.isin(ids, distinct[bad])
+            self.core.races(sh, cells_of(where), ids, hit, clock, touch, touch.bits, row=SHARED)
+
+    @staticmethod
+    def cells(w: Warp, slabs: tuple) -> list[slice]:
+        """The runs of cells of an operand."""
+        region = w.cta.region
+        first, shift = (region.base - w.cta.smem_base) >> 4, 4 - region.shadow.grain
+        return [slice(a - first << shift, b - first << shift) for a, b in runs_of(slabs)]
 
     def unwritten(self, w: Warp, slabs: tuple, touch: Touch, sh: Shadow) -> None:
         """Never-written operand bytes: whole rows only spoil rows of the product that nobody has
