@@ -62,11 +62,20 @@ def load_id(c: Context, token: Int32, k: Int32) -> Int32:
     if (wide >= 0) & (wide < c.problem.num_experts):
         expert = Int32(wide)
     if wide >= c.problem.num_experts:
+        report_invalid(c, token, k, Int32(wide))
+    return expert
+
+
+@cute.jit
+def report_invalid(c: Context, token: Int32, k: Int32, expert: Int32):
+    """Leave an id ≥ E in the status record, unless there is one. The record may lie in host
+    memory, far away, so a word of this PE lets one thread a call get there: callers may mask
+    thousands of slots with such ids."""
+    if ptx.atom_exch_relaxed(c.loc("invalid_seen"), c.epoch) != c.epoch:
         if ptx.atom_exch_relaxed(c.guard.status + 4 * StatusWord.INVALID_IDS, Int32(1)) == 0:
             ptx.st_i32(c.guard.status + 4 * StatusWord.INVALID_TOKEN, token)
             ptx.st_i32(c.guard.status + 4 * StatusWord.INVALID_SLOT, k)
-            ptx.st_i32(c.guard.status + 4 * StatusWord.INVALID_ID, Int32(wide))
-    return expert
+            ptx.st_i32(c.guard.status + 4 * StatusWord.INVALID_ID, expert)
 
 
 @cute.jit

@@ -86,6 +86,7 @@ def local_block(p: Problem) -> Block:
         ("readers", "u32", (1,)),
         ("sent", "u32", (1,)),
         ("abort", "u32", (1,)),
+        ("invalid_seen", "u32", (1,)),
         ("count_flag", "u32", (MAX_SEND_CTAS,)),
         ("x_ready", "u32", (2, p.pool_blocks)),
         ("h_ready", "u32", (2, p.pool_blocks)),
