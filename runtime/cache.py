@@ -342,6 +342,7 @@ class ImageCache:
 
             compile = compile_forward
         self.compiles += 1
+        log.info("compiling %s for %s", _shape_text(key), key.arch)
         return compile(problem=key.problem, config=key.config, arch=key.arch)
 
     def _tell(self, text: str) -> None:

@@ -12,7 +12,7 @@ from api_helpers import config, inputs, recording_layer, recording_session, weig
 from torch import nn
 
 import megamoe
-from megamoe import MegaMoE
+from megamoe import MegaMoE, module
 from megamoe.reference import moe_oracle
 from megamoe.runtime.errors import MegaMoEError
 
@@ -189,3 +189,47 @@ def test_the_function_form(tmp_path):
     bound = session.warmup().bind(*weights(cfg))
     y = megamoe.forward(*inputs(cfg), weights=bound, session=session)
     assert y.shape == (5, cfg.hidden) and len(api.launches) == 2
+
+
+def test_a_tensor_elsewhere_is_refused(tmp_path):
+    cfg = config()
+    layer, api = recording_layer(cfg, tmp_path)
+    given = [tensor.to("meta") for tensor in inputs(cfg)]
+    with torch.inference_mode(), pytest.raises(ValueError, match="x is on meta: must be on cpu"):
+        layer(*given)
+    assert api.launches == []
+
+
+def test_layers_without_a_session_share_one(monkeypatch):
+    """Built at the first call on a device, and again only after it was closed."""
+    cfg, made = config(), []
+
+    class Stand:
+        def __init__(self, cfg, *, group, device):
+            self.cfg, self.tensor_device, self.closed = cfg, device, False
+            made.append(self)
+
+        def warmup(self):
+            return self
+
+        def capturing(self):
+            return False
+
+        def bind(self, **weights):
+            return type("Bound", (), {"still_there": lambda self, tensors: True})()
+
+        def forward(self, bound, x, ids, weights, **how):
+            return self
+
+    monkeypatch.setattr(module, "Session", Stand)
+    monkeypatch.setattr(module, "_SHARED", {})
+    given = [tensor.to("meta") for tensor in inputs(cfg)]
+    layers = [MegaMoE(cfg, *weights(cfg, seed=seed)) for seed in range(3)]
+    other = config(top_k=1)
+    with torch.inference_mode():
+        used = [layer(*given) for layer in layers]
+        assert used == [made[0]] * 3
+        assert MegaMoE(other, *weights(other))(*[t.to("meta") for t in inputs(other)]) is made[1]
+        made[0].closed = True
+        assert MegaMoE(cfg, *weights(cfg))(*given) is made[2]
+    assert len(made) == 3
