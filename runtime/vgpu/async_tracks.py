@@ -115,7 +115,7 @@ class AsyncCopies:
         op.note = [bar.phase for bar, _ in op.done]
         if phases:
             for bar, _ in phases:
-                self.barriers.initialised(w, op.ins, bar, 1 << lane)
+                self.barriers.initialised(w, op.ins, bar, 1 << lane, op.kind != "st.async")
             read_stamp = (phases[0][0].hb.column, phases[0][1])
             write_stamps = [(bar.hb.column, stamp) for bar, stamp in phases]
         else:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megamoe.runtime.vgpu.clocks import GENERIC, Agents, Clock, WarpClock
+from megamoe.runtime.vgpu.clocks import GENERIC, SHARED, Agents, Clock, WarpClock
 from megamoe.runtime.vgpu.findings import Touch
 from megamoe.runtime.vgpu.happens_before import Core
 from megamoe.runtime.vgpu.shadow import Shadow
@@ -53,7 +53,7 @@ class MBarrierClock:
         self.start = agents.times[column]
         self.own, self.others = agents.empty(), agents.empty()
         self.done, self.others_done = self.own, self.others
-        self.known: set[tuple[int, int]] = set()
+        self.known: set[tuple[int, int, bool]] = set()
         self.visible = False
 
     def by_lane(self, w: Warp, bits: int) -> bool:
@@ -88,9 +88,12 @@ class BarrierClocks:
         clock = hb.lookup(1 << lane)[0][1]
         core.write(sh, index, rec | lane, clock, hb.base + lane, touch, 1 << lane)
 
-    def initialised(self, w: Warp, ins: Instruction, bar: MBarrier, bits: int) -> None:
-        """Using an mbarrier has to come after its initialisation."""
-        key = (id(w), bits)
+    def initialised(
+        self, w: Warp, ins: Instruction, bar: MBarrier, bits: int, copies: bool = False
+    ) -> None:
+        """Using an mbarrier has to come after its initialisation; for the copies that complete on
+        it, a fence (mbarrier_init or proxy.async) by the initialising lane or later too."""
+        key = (id(w), bits, copies)
         if key in bar.hb.known:
             return
         bar.hb.known.add(key)
@@ -103,10 +106,16 @@ class BarrierClocks:
         hb: WarpClock = w.hb
         before = np.abs(sh.writes.take(index))
         own = hb.base + bits.bit_length() - 1 if not bits & (bits - 1) else -1
+        fenced = not copies or bar.hb.visible
+        row, uid = GENERIC if fenced else SHARED, w.cta.cluster.uid
+        records = self.core.records
         for part, clock in hb.lookup(bits):
-            bad = self.core.records.unordered(before, clock, own)
+            if fenced:
+                bad = records.unordered(before, clock, own)
+            else:
+                bad = records.unordered_async(before, clock, SHARED, own, uid)
             if bad is not None:
-                self.core.races(sh, index, before, bad, clock, touch, part)
+                self.core.races(sh, index, before, bad, clock, touch, part, row=row, own=own)
 
     def arrive(
         self, w: Warp, ins: Instruction, bar: MBarrier, lane: int, count: int, expect: int

@@ -76,6 +76,10 @@ def check_launch(
     if registers is None:
         limit = kernel.entry.directives.get("maxnreg", (0,))[0]
         registers = limit or min(255, REGISTERS // (32 * warps)) // 8 * 8
+    if registers * 32 * warps > REGISTERS:
+        raise LaunchError(
+            f"registers={registers}: {warps} warps need {registers * 32 * warps} of {REGISTERS}"
+        )
     return registers
 
 

@@ -22,6 +22,8 @@ def explain(key: tuple, time: int, first: Touch, then: Touch, row: int) -> str:
 
     ``row`` other than ``GENERIC``: causality order is there, only the proxy fence is not.
     """
+    if row != GENERIC and first.what == "mbarrier.init":
+        return "fence.mbarrier_init or fence.proxy.async after the initialisation"
     if row != GENERIC:
         return f"{_FENCES[row]} between them: they go through different proxies"
     kind = key[0]

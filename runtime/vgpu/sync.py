@@ -74,6 +74,12 @@ class MBarrier(Waitable):
         if not self.pending and not self.tx:
             self.flip(world)
 
+    def expect(self, nbytes: int) -> None:
+        """Expect bytes as part of an arrival, which comes next."""
+        self.tx += nbytes
+        if not -MAX_COUNT <= self.tx <= MAX_COUNT:
+            raise SyncError(f"transaction count out of range on {self.describe()}")
+
     def flip(self, world: World) -> None:
         """Complete the phase and start the next."""
         self.phase += 1
@@ -251,8 +257,7 @@ def mbar_arrive(
                 world.detector.mbarrier_arrive(w, ins, bar, lane, n, tx)
             if no_complete and n >= bar.pending:
                 raise SyncError("arrive.noComplete would complete the phase")
-            if tx:
-                bar.tx += tx
+            bar.expect(tx)
             bar.arrive(n, world)
     except SyncError as e:
         raise SyncError(f"{w.place()}: {ins.opcode}: {e} ({w.source(ins)})") from None
@@ -275,7 +280,7 @@ def mbar_drop(w: Warp, ins: Instruction, address: Any, count: Any, expect: Any) 
         if w.world.detector is not None:
             w.world.detector.mbarrier_arrive(w, ins, bar, lane, n, tx)
         bar.expected -= n
-        bar.tx += tx
+        bar.expect(tx)
         bar.arrive(n, w.world)
     return state
 

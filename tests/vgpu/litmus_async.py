@@ -67,8 +67,17 @@ def mma(name: str, code: str, verdict: str, says: str = "") -> Litmus:
 
 GOOD = FILL_TILES + SMEM + BAR + DESCS + ZERO + FENCE_REGS + MMA
 
+NEW_BARRIER = "mbarrier.init.shared::cta.b64 [%r12], 1;\n"
+
 TABLE = [
     # Loads and their mbarrier.
+    Litmus("barrier_init_no_fence", "cta", (NEW_BARRIER + load() + wait() + LDS,), "race",
+           "fence"),
+    Litmus("barrier_init_mbarrier_fence", "cta",
+           (NEW_BARRIER + "fence.mbarrier_init.release.cluster;\n" + load() + wait() + LDS,),
+           "clean"),
+    Litmus("barrier_init_proxy_fence", "cta", (NEW_BARRIER + SMEM + load() + wait() + LDS,),
+           "clean"),
     Litmus("bulk_load", "warp", (elected(load()) + wait() + LDS,), "clean", full=True,
            barriers=True),
     Litmus("bulk_load_no_wait", "warp", (elected(load()) + LDS,), "race", "wait on mbarrier",
