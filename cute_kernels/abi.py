@@ -29,7 +29,7 @@ PARAMETERS: tuple[tuple[str, str, str], ...] = (
 )
 """Launch parameters in order: name, width, meaning. The host packs them from this table."""
 
-MAPS = ("w13", "w2", "pool_x", "pool_x_8", "pool_h", "pool_h_8", "pool_h_store")
+MAPS = ("w13", "w2", "pool_x", "pool_x_8", "pool_h", "pool_h_8", "pool_h_store", "pool_y_store")
 """Order of the tensor maps; their boxes are in ``tensor_maps.py``."""
 
 
@@ -42,6 +42,7 @@ class Phase(IntEnum):
     X_READY = 3
     H_READY = 4
     DONE = 5
+    Y_READY = 6
 
 
 PHASE_TEXT = {
@@ -49,6 +50,7 @@ PHASE_TEXT = {
     Phase.ARRIVE: "recv-and-place waits for the route of the peer",
     Phase.X_READY: "load waits for the rows of a pool block",
     Phase.H_READY: "load waits for the activations of a pool block",
+    Phase.Y_READY: "combine-send waits for the expert outputs of a pool block",
     Phase.DONE: "reduce waits for expert outputs of a token",
 }
 

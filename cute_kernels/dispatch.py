@@ -143,10 +143,23 @@ def send_records(c: Context, first: Int32, end: Int32, rows: Int32, primaries: I
 
 
 @cute.jit
+def comb_slot(c: Context, pair: Pair) -> Int32:
+    """Where a leader's contribution goes among its token's: PEs in ascending order."""
+    slot = Int32(0)
+    for k in cutlass.range_constexpr(c.problem.top_k):
+        other_leads = cute.arch.shuffle_sync(pair.leader, pair.first_lane + k)
+        other_pe = cute.arch.shuffle_sync(pair.pe, pair.first_lane + k)
+        if (other_leads == 1) & (other_pe < pair.pe):
+            slot += 1
+    return slot
+
+
+@cute.jit
 def send_record(c: Context, pair: Pair, position: Int32, record: Int32):
     """Leaders write their token's record to its PE with 16-byte stores.
 
-    Words: token, K packed (local expert, position) or −1 for slots on other PEs, K weights.
+    Words: token, K packed (local expert, position) or −1 for slots on other PEs, K weights, and
+    with the pre-reduced combine the slot of ``comb`` that this PE's sum goes to.
     """
     problem = c.problem
     packed = Int32(-1)
@@ -166,6 +179,8 @@ def send_record(c: Context, pair: Pair, position: Int32, record: Int32):
         words.append(entry)
         weight_words.append(cute.arch.shuffle_sync(weight, pair.first_lane + k))
     words = words + weight_words
+    if cutlass.const_expr(problem.prereduced):
+        words.append(comb_slot(c, pair))
     words = words + [Int32(0)] * (problem.record_words - len(words))
     if pair.leader == 1:
         list_index = (c.bank * problem.num_pes + c.pe) * problem.max_tokens + record

@@ -18,11 +18,12 @@ from megamoe.cute_kernels.staging import (
     PIECE_OCTETS,
     PIECES,
     VALUES,
+    finish_stores,
     group_barrier,
     make_values,
     row_entries,
     staging,
-    store_piece,
+    store_piece_by_tma,
 )
 
 
@@ -160,23 +161,12 @@ def fc1_epilogue(
             if piece * PIECE_TOKENS < rows:
                 piece_values(c, acc, values, thread, group, piece, half, gate_bias, up_bias)
                 buffer = staging(c, group, piece % STAGING_BUFFERS)
-                if thread == 0:
-                    ptx.bulk_wait_read(STAGING_BUFFERS - 1)
-                group_barrier(group)
-                store_piece(buffer, thread, values, p.paired_rows)
-                ptx.fence_proxy_async_shared()
-                group_barrier(group)
-                if thread == 0:
-                    row = block * BLOCK_M + piece * PIECE_TOKENS
-                    ptx.tma_store_2d(c.map("pool_h_store"), column, row, buffer)
-                    ptx.bulk_commit()
+                row = block * BLOCK_M + piece * PIECE_TOKENS
+                store_piece_by_tma(
+                    c.map("pool_h_store"), column, row, buffer, thread, group, values, p.paired_rows
+                )
         if cutlass.const_expr(not p.gated):
             # The second half starts with buffer 0 again, whichever was used last.
             if thread == 0:
                 ptx.bulk_wait_read(0)
-    if thread == 0:
-        ptx.bulk_wait(0)
-        ptx.fence_proxy_async_global()
-        ptx.red_release(c.counter("h_ready", block), Int32(1), "gpu")
-    # The row entries and buffers are free for the next tile once thread 0 has got here.
-    group_barrier(group)
+    finish_stores(c.counter("h_ready", block), thread, group)

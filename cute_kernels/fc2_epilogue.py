@@ -1,4 +1,5 @@
-"""Epilogue of fc2: rows go from the registers to ``comb`` of their source PEs (direct combine).
+"""Epilogue of fc2: rows go from the registers to ``comb`` of their source PEs (direct combine), or
+to ``pool_y``, from where combine-send sums and sends them (pre-reduced).
 
 Pieces past the block's valid rows are skipped; inside a piece, unused rows are selected away.
 """
@@ -22,12 +23,15 @@ from megamoe.cute_kernels.staging import (
     HALF_ACCUMULATORS,
     PIECES,
     VALUES,
+    finish_stores,
     group_barrier,
     make_values,
     row_entries,
     staging,
     store_piece,
+    store_piece_by_tma,
 )
+from megamoe.cute_kernels.sync import aborted
 
 
 @cute.jit
@@ -49,7 +53,52 @@ def row_biases(c: Context, thread: Int32, expert: Int32, column: Int32) -> tuple
 
 
 @cute.jit
-def fc2_epilogue(
+def piece_values(
+    acc: cute.Tensor,
+    values: cute.Tensor,
+    piece: cutlass.Constexpr[int],
+    half: cutlass.Constexpr[int],
+    bias: tuple[Float32, Float32],
+):
+    """The 16 values of one piece, bias added, in the order ``store_piece`` wants."""
+    for i in cutlass.range_constexpr(VALUES):
+        source = half * HALF_ACCUMULATORS + piece * VALUES + i
+        values[i] = acc[source] + bias[(i // 2) % 2]
+
+
+@cute.jit
+def fc2_to_pool(
+    c: Context,
+    acc: cute.Tensor,
+    thread: Int32,
+    group: Int32,
+    expert: Int32,
+    block: Int32,
+    n: Int32,
+    rows: Int32,
+):
+    """Rows of y of this warpgroup's columns to ``pool_y``; then count in ``y_ready``."""
+    values = make_values()
+    for half in cutlass.range_constexpr(2):
+        column = n * BLOCK_N + half * (BLOCK_N // 2) + group * GROUP_COLUMNS
+        if column < c.problem.hidden:
+            bias = row_biases(c, thread, expert, column)
+            for piece in cutlass.range_constexpr(PIECES):
+                if piece * PIECE_TOKENS < rows:
+                    piece_values(acc, values, piece, half, bias)
+                    row = block * BLOCK_M + piece * PIECE_TOKENS
+                    buffer = staging(c, group, piece % STAGING_BUFFERS)
+                    store_piece_by_tma(
+                        c.map("pool_y_store"), column, row, buffer, thread, group, values, False
+                    )
+            # The second half starts with buffer 0 again, whichever was used last.
+            if thread == 0:
+                ptx.bulk_wait_read(0)
+    finish_stores(c.counter("y_ready", block), thread, group)
+
+
+@cute.jit
+def fc2_to_sources(
     c: Context,
     acc: cute.Tensor,
     thread: Int32,
@@ -78,9 +127,7 @@ def fc2_epilogue(
             bias = row_biases(c, thread, expert, column)
             for piece in cutlass.range_constexpr(PIECES):
                 if piece * PIECE_TOKENS < rows:
-                    for i in cutlass.range_constexpr(VALUES):
-                        source = half * HALF_ACCUMULATORS + piece * VALUES + i
-                        values[i] = acc[source] + bias[(i // 2) % 2]
+                    piece_values(acc, values, piece, half, bias)
                     buffer = staging(c, group, piece % STAGING_BUFFERS)
                     store_piece(buffer, thread, values, False)
                     group_barrier(group)
@@ -88,7 +135,27 @@ def fc2_epilogue(
             # The next half starts with buffer 0 again; an odd number of pieces would reuse the
             # buffer that slower threads still read.
             group_barrier(group)
-    count_block(c, thread, group, block, rows, suppress)
+    count_block(c, thread, group, block, rows)
+
+
+@cute.jit
+def fc2_epilogue(
+    c: Context,
+    acc: cute.Tensor,
+    thread: Int32,
+    group: Int32,
+    expert: Int32,
+    block: Int32,
+    n: Int32,
+    rows: Int32,
+):
+    """The epilogue of the problem's combine mode."""
+    if cutlass.const_expr(c.problem.prereduced):
+        fc2_to_pool(c, acc, thread, group, expert, block, n, rows)
+    else:
+        # Whoever fed this tile with unready data had seen ``abort`` before math got it.
+        suppress = aborted(c.guard)
+        fc2_to_sources(c, acc, thread, group, expert, block, n, rows, suppress)
 
 
 @cute.jit
@@ -117,7 +184,6 @@ def count_block(
     group: Int32,
     block: Int32,
     rows: Int32,
-    suppress: Int32,
 ):
     """Count this warpgroup's part of the block; the last one releases ``done`` of every row."""
     entries = row_entries(c, group)

@@ -5,9 +5,11 @@ Roles (one CTA per SM, 12 warps):
     all warps of a few CTAs   dispatch-send, before the roles split
     warp 0                    load            TMA tiles for fc1 and fc2
     warp 1                    recv-and-place  layout; rows from their source PEs into the pool
+    warp 2                    combine-send    with the pre-reduced combine: sum the rows of one
+                                              (token, PE), send the sum; then reduce
     warps 2, 3                reduce          sum contributions, write y
-    warps 4–7, 8–11           math            WGMMA, activation, rows to their source PEs;
-                                              then reduce
+    warps 4–7, 8–11           math            WGMMA, activation, rows to their source PEs or to
+                                              pool_y; then combine-send and reduce
 
 Barriers of a CTA: ``full[s]`` 1 arrival + bytes (load → math), ``empty[s]`` 8 arrivals, one per
 math warp (math → load), ``ring_full[r]`` 1 arrival + bytes (inside recv-and-place),
@@ -23,6 +25,7 @@ from cutlass import Int32, Int64, cute
 
 from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.combine import reduce_role
+from megamoe.cute_kernels.combine_send import combine_send_role
 from megamoe.cute_kernels.context import Context
 from megamoe.cute_kernels.dispatch import dispatch_send
 from megamoe.cute_kernels.load import load_role
@@ -30,11 +33,12 @@ from megamoe.cute_kernels.mma_sm90 import math_role
 from megamoe.cute_kernels.pipelines import init_barriers
 from megamoe.cute_kernels.place import recv_and_place
 from megamoe.cute_kernels.problem import KernelConfig, Problem
-from megamoe.cute_kernels.roles import LOAD_WARP, PLACE_WARP
+from megamoe.cute_kernels.roles import LOAD_WARP, PLACE_WARP, SEND_WARP
 from megamoe.cute_kernels.smem import (
     CTRL_EPOCH,
     CTRL_FLAG,
     CTRL_REDUCE,
+    CTRL_SEND,
     CTRL_TOKENS,
     NUM_WARPS,
     SERVICE_WARPS,
@@ -144,6 +148,7 @@ class ForwardKernel:
             ptx.sts_i32(ctrl + CTRL_TOKENS, count)
             ptx.sts_i32(ctrl + CTRL_FLAG, Int32(0))
             ptx.sts_i32(ctrl + CTRL_REDUCE, Int32(0))
+            ptx.sts_i32(ctrl + CTRL_SEND, Int32(0))
             init_barriers(smem, shared, config)
         cute.arch.sync_threads()
         epoch = ptx.lds_i32(ctrl + CTRL_EPOCH)
@@ -192,11 +197,16 @@ class ForwardKernel:
             elif warp == PLACE_WARP:
                 recv_and_place(c)
             else:
+                if cutlass.const_expr(problem.prereduced):
+                    if warp == SEND_WARP:
+                        combine_send_role(c)
                 reduce_role(c)
         else:
             cute.arch.setmaxregister_increase(config.math_registers)
             math_role(c, thread - SERVICE_WARPS * 32)
             # The sums sit in the tail: math warps without a tile left help with them.
+            if cutlass.const_expr(problem.prereduced):
+                combine_send_role(c)
             reduce_role(c)
 
 

@@ -26,7 +26,6 @@ from megamoe.cute_kernels.pipelines import (
 from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M, BLOCK_N
 from megamoe.cute_kernels.scheduler import TilePhase
 from megamoe.cute_kernels.staging import GROUP_THREADS
-from megamoe.cute_kernels.sync import aborted
 
 WGMMA_K = 16
 ACCUMULATORS = 128
@@ -168,6 +167,5 @@ def math_role(c: Context, math_thread: Int32):
         if tiles.phase == TilePhase.FC1:
             fc1_epilogue(c, acc, thread, group, expert, tiles.block, tiles.n, rows)
         else:
-            suppress = aborted(c.guard)
-            fc2_epilogue(c, acc, thread, group, expert, tiles.block, tiles.n, rows, suppress)
+            fc2_epilogue(c, acc, thread, group, expert, tiles.block, tiles.n, rows)
         tiles.advance()

@@ -277,22 +277,42 @@ class RowRing:
 
 
 @cute.jit
-def own_row(c: Context, record: Int64, source: Int32) -> Int32:
-    """Pool row of the record's slot k = lane, or −1; also writes the row's metadata."""
+def row_of(c: Context, packed: Int32, source: Int32) -> Int32:
+    """Pool row of a record's packed (local expert, position) from ``source``; −1 if it has none."""
     problem = c.problem
     row = Int32(-1)
+    if packed >= 0:
+        expert = packed >> problem.position_bits
+        position = packed & ((1 << problem.position_bits) - 1)
+        block = ptx.lds_i32(c.smem + c.shared.block_prefix + expert * 4)
+        entry = expert * problem.num_pes + source
+        segment = ptx.lds_i32(c.smem + c.shared.segment + entry * 4)
+        row = block * BLOCK_M + segment + position
+    return row
+
+
+@cute.jit
+def own_row(c: Context, cursor: RecordCursor) -> Int32:
+    """Pool row of the record's slot k = lane, or −1; also writes the row's metadata and, with the
+    pre-reduced combine, how many rows of the token are still to be computed here."""
+    problem = c.problem
+    record = cursor.address(c)
+    source = cursor.source
+    row = Int32(-1)
     if lane() < problem.top_k:
-        packed = ptx.ld_i32(record + Int64(1 + lane()) * 4)
-        if packed >= 0:
-            expert = packed >> problem.position_bits
-            position = packed & ((1 << problem.position_bits) - 1)
-            block = ptx.lds_i32(c.smem + c.shared.block_prefix + expert * 4)
-            entry = expert * problem.num_pes + source
-            segment = ptx.lds_i32(c.smem + c.shared.segment + entry * 4)
-            row = block * BLOCK_M + segment + position
+        row = row_of(c, ptx.ld_i32(record + Int64(1 + lane()) * 4), source)
+        if row >= 0:
             token = ptx.ld_i32(record)
             weight = ptx.ld_i32(record + Int64(1 + problem.top_k + lane()) * 4)
             ptx.st_i32x4(c.loc("row_meta") + Int64(row) * 16, source, token, lane(), weight)
+    if cutlass.const_expr(problem.prereduced):
+        rows = Int32(cute.arch.popc(Int32(cute.arch.vote_ballot_sync(row >= 0))))
+        entry = Int64(source * problem.max_tokens + ptx.ld_i32(record)) * 4
+        if lane() == 0:
+            ptx.st_i32(c.loc("pending") + entry, rows)
+            ptx.st_i32(c.loc("token_record") + entry, cursor.first + cursor.index)
+        # Lanes announce their own rows: what lane 0 wrote must be covered by each of them.
+        cute.arch.sync_warp()
     return row
 
 
@@ -333,7 +353,7 @@ def place_rows(c: Context):
                 loads.advance(c, experts)
     complete_row = Int32(-1)
     while stores.valid == 1:
-        row = own_row(c, stores.address(c), stores.source)
+        row = own_row(c, stores)
         for piece in cutlass.range(pieces, unroll=1):
             ptx.mbarrier_wait(c.smem + c.shared.ring_full + ring.store_slot * 8, ring.parity)
             offset = piece * size

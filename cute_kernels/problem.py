@@ -50,6 +50,8 @@ class Problem:
         w2_transposed: w2 is ``[E_local, I, H]`` instead of ``[E_local, H, I]``.
         bias13, bias2: type of the biases ``[E_local, rows]`` and ``[E_local, H]``, or ``"none"``.
         weight_at: where the router weight is applied, ``"act"`` or ``"combine"``.
+        combine: ``"direct"``: every row goes back to its source PE; ``"prereduced"``: the rows of
+            one (token, PE) are summed where the experts are, and one row goes back.
 
     Raises:
         ValueError: a value outside the ranges above; names the field, the value and what is
@@ -75,6 +77,7 @@ class Problem:
     bias13: str = "none"
     bias2: str = "none"
     weight_at: str = "act"
+    combine: str = "direct"
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, allowed: str) -> None:
@@ -121,6 +124,7 @@ class Problem:
         one_of("bias13", BIAS_TYPES)
         one_of("bias2", BIAS_TYPES)
         one_of("weight_at", ("act", "combine"))
+        one_of("combine", ("direct", "prereduced"))
         need(
             self.position_bits + max(1, (self.experts_per_pe - 1).bit_length()) <= 31,
             "max_tokens",
@@ -150,8 +154,19 @@ class Problem:
 
     @property
     def record_words(self) -> int:
-        """int32 words of a route record: token, K packed slots, K weights, to 16 bytes."""
-        return round_up(1 + 2 * self.top_k, 4)
+        """int32 words of a route record: token, K packed slots, K weights and, with the
+        pre-reduced combine, the slot of ``comb``; to 16 bytes."""
+        return round_up(1 + 2 * self.top_k + int(self.prereduced), 4)
+
+    @property
+    def prereduced(self) -> bool:
+        """True if rows are summed per (token, PE) before they go back."""
+        return self.combine == "prereduced"
+
+    @property
+    def comb_slots(self) -> int:
+        """Contributions a token can get: one per slot, or one per PE."""
+        return min(self.top_k, self.num_pes) if self.prereduced else self.top_k
 
     @property
     def fc1_tiles(self) -> int:

@@ -4,6 +4,8 @@ LOAD_WARP = 0
 PLACE_WARP = 1
 REDUCE_WARP = 2
 """First of the two reduce warps."""
+SEND_WARP = REDUCE_WARP
+"""With the pre-reduced combine, combine-send before it reduces."""
 FIRST_MATH_WARP = 4
 WARPS = 12
 ROLES = {

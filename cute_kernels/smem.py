@@ -38,6 +38,7 @@ CTRL_EPOCH = 0
 CTRL_TOKENS = 4
 CTRL_FLAG = 8
 CTRL_REDUCE = 12
+CTRL_SEND = 16
 CTRL_BYTES = 64
 
 
@@ -127,13 +128,19 @@ def dispatch_bytes(p: Problem) -> int:
 def default_config(p: Problem) -> KernelConfig:
     """The deepest pipeline and row ring that fit ``p`` (rule-based; the tuner may choose others).
 
+    Every token width is one main loop, two where w13 and w2 are stored differently; with more than
+    five loops on the one accumulator ptxas serialises WGMMA (C7511).
+
     Raises:
         ValueError: nothing fits.
     """
+    widths = (8, 16, 32, 64, BLOCK_M)
+    if p.w13_transposed != p.w2_transposed:
+        widths = (32, BLOCK_M)
     error: ValueError | None = None
     for stages in (4, 3, 2):
         for ring_slots in (4, 3, 2):
-            config = KernelConfig(stages=stages, ring_slots=ring_slots)
+            config = KernelConfig(stages=stages, ring_slots=ring_slots, token_widths=widths)
             try:
                 SharedMap.of(p, config)
             except ValueError as exc:

@@ -6,7 +6,7 @@ swizzle, from which a piece leaves by one TMA store or by 16-byte stores to peer
 """
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.context import Context
@@ -84,3 +84,40 @@ def store_piece(buffer: Int32, thread: Int32, values: cute.Tensor, paired: cutla
 def make_values() -> cute.Tensor:
     """Registers for the values of a piece."""
     return cute.make_rmem_tensor((VALUES,), Float32)
+
+
+@cute.jit
+def store_piece_by_tma(
+    tensor_map: Int64,
+    column: Int32,
+    row: Int32,
+    buffer: Int32,
+    thread: Int32,
+    group: Int32,
+    values: cute.Tensor,
+    paired: cutlass.Constexpr[bool],
+):
+    """Stage a piece and store it at (column, row) of a pool; thread 0 owns the bulk groups.
+
+    The buffer may still be read by the store two pieces back; that one is waited for first.
+    """
+    if thread == 0:
+        ptx.bulk_wait_read(STAGING_BUFFERS - 1)
+    group_barrier(group)
+    store_piece(buffer, thread, values, paired)
+    ptx.fence_proxy_async_shared()
+    group_barrier(group)
+    if thread == 0:
+        ptx.tma_store_2d(tensor_map, column, row, buffer)
+        ptx.bulk_commit()
+
+
+@cute.jit
+def finish_stores(counter: Int64, thread: Int32, group: Int32):
+    """Wait for the tile's stores, count the tile's half in ``counter``, free the buffers."""
+    if thread == 0:
+        ptx.bulk_wait(0)
+        ptx.fence_proxy_async_global()
+        ptx.red_release(counter, Int32(1), "gpu")
+    # The row entries and buffers are free for the next tile once thread 0 has got here.
+    group_barrier(group)

@@ -71,12 +71,14 @@ def _spec(dims: tuple[int, ...], strides: tuple[int, ...], transposed: bool) -> 
 
 
 def pool_specs(p: Problem) -> dict[str, TensorMapSpec]:
-    """Maps of ``pool_x [M, H]`` and ``pool_h [M, I]``: wide and narrow loads, stores of pieces."""
+    """Maps of ``pool_x [M, H]`` and ``pool_h [M, I]``: wide and narrow loads, stores of
+    pieces; and of ``pool_y [M, H]`` where rows are summed before they go back."""
 
     def rows_of(width: int, box_rows: int) -> TensorMapSpec:
         return TensorMapSpec((width, p.pool_rows), (width * BF16_BYTES,), (BLOCK_K, box_rows))
 
-    return {
+    stores = {"pool_y_store": rows_of(p.hidden, PIECE_TOKENS)} if p.prereduced else {}
+    return stores | {
         "pool_x": rows_of(p.hidden, WIDE_ROWS),
         "pool_x_8": rows_of(p.hidden, NARROW_ROWS),
         "pool_h": rows_of(p.intermediate, WIDE_ROWS),

@@ -75,12 +75,17 @@ def symmetric_block(p: Problem) -> Block:
         ("done", "u32", (2, p.max_tokens)),
         ("route", "i32", (2, p.num_pes, p.max_tokens, p.record_words)),
         ("x", "bf16", (p.max_tokens, p.hidden)),
-        ("comb", "bf16", (p.max_tokens, p.top_k, p.hidden)),
+        ("comb", "bf16", (p.max_tokens, p.comb_slots, p.hidden)),
     )
 
 
 def local_block(p: Problem) -> Block:
     """Regions that only this PE's kernel (and its host) touches."""
+    prereduced: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+        ("pending", "u32", (p.num_pes, p.max_tokens)),
+        ("token_record", "i32", (p.num_pes, p.max_tokens)),
+        ("pool_y", "bf16", (p.pool_rows, p.hidden)),
+    )
     return Block.of(
         ("epoch", "u32", (1,)),
         ("readers", "u32", (1,)),
@@ -100,4 +105,5 @@ def local_block(p: Problem) -> Block:
         ("row_meta", "i32", (p.pool_rows, 4)),
         ("pool_x", "bf16", (p.pool_rows, p.hidden)),
         ("pool_h", "bf16", (p.pool_rows, p.intermediate)),
+        *(prereduced if p.prereduced else ()),
     )

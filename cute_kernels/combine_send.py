@@ -1,0 +1,100 @@
+"""combine-send (pre-reduced combine): at the expert PE, sum the rows of one (token, source PE) in
+ascending k, in fp32, send the sum to the source, and signal ``done``.
+
+Pool blocks b with b mod grid = CTA belong to a CTA; its warps claim them in order and wait until
+their rows are complete (``y_ready``). ``pending`` counts a token's rows that are still missing on
+this PE; whoever takes the last one sends the token. All of its rows are visible then: each was
+acquired by the warp that counted it, and the counting is acq_rel.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels.abi import Phase
+from megamoe.cute_kernels.combine import WARP_BYTES, claim, store_sums, sum_columns
+from megamoe.cute_kernels.context import Context, lane
+from megamoe.cute_kernels.layout import ExpertCursor, block_prefix
+from megamoe.cute_kernels.place import row_of
+from megamoe.cute_kernels.problem import BLOCK_M
+from megamoe.cute_kernels.smem import BF16_BYTES, CTRL_SEND, MATH_WARPGROUPS
+from megamoe.cute_kernels.sync import aborted, wait_at_least
+
+
+@cute.jit
+def send_token(c: Context, source: Int32, token: Int32):
+    """Sum the token's rows on this PE and store the sum to the source's ``comb``."""
+    p = c.problem
+    row_bytes = p.hidden * BF16_BYTES
+    entry = Int64(source * p.max_tokens + token) * 4
+    index = (c.bank * p.num_pes + source) * p.max_tokens
+    index += ptx.ld_i32(c.loc("token_record") + entry)
+    record = c.sym("route") + Int64(index) * (p.record_words * 4)
+    address = Int64(0)
+    weight = Float32(0.0)
+    if lane() < p.top_k:
+        row = row_of(c, ptx.ld_i32(record + Int64(1 + lane()) * 4), source)
+        if row >= 0:
+            address = c.loc("pool_y") + Int64(row) * row_bytes
+            weight = ptx.bits_to_f32(ptx.ld_i32(record + Int64(1 + p.top_k + lane()) * 4))
+    mask = Int32(cute.arch.vote_ballot_sync(address != 0))
+    slot = ptx.ld_i32(record + Int64(1 + 2 * p.top_k) * 4)
+    target = c.peer(source, "comb") + Int64(token * p.comb_slots + slot) * row_bytes
+    weighted = p.weight_at == "combine"
+    for step in cutlass.range(0, row_bytes, WARP_BYTES, unroll=1):
+        offset = step + lane() * 16
+        inside = Int32(offset < row_bytes)
+        s = sum_columns(address, mask * inside, weight, p.top_k, weighted, offset)
+        if inside == 1:
+            store_sums(target + offset, s)
+    cute.arch.sync_warp()
+    if lane() == 0:
+        done = c.peer(source, "done") + Int64(c.bank * p.max_tokens + token) * 4
+        ptx.red_release(done, Int32(1), "sys")
+
+
+@cute.jit
+def send_block(c: Context, block: Int32, rows: Int32):
+    """Count the block's rows off their tokens; send the tokens that are complete with them."""
+    p = c.problem
+    for first in cutlass.range(0, rows, 32, unroll=1):
+        row = first + lane()
+        source = Int32(0)
+        token = Int32(0)
+        complete = Int32(0)
+        if row < rows:
+            meta = c.loc("row_meta") + Int64(block * BLOCK_M + row) * 16
+            source, token, _, _ = ptx.ld_i32x4(meta)
+            pending = c.loc("pending") + Int64(source * p.max_tokens + token) * 4
+            complete = Int32(ptx.atom_acq_rel(pending, Int32(-1)) == 1)
+        # What a lane acquired must be visible to the lanes that sum.
+        cute.arch.sync_warp()
+        left = Int32(cute.arch.vote_ballot_sync(complete == 1))
+        while left != 0:
+            turn = Int32(cute.arch.popc((left & (-left)) - 1))
+            send_token(c, cute.arch.shuffle_sync(source, turn), cute.arch.shuffle_sync(token, turn))
+            left = left & (left - 1)
+
+
+@cute.jit
+def combine_send_role(c: Context):
+    """The whole role of one warp."""
+    ptx.mbarrier_wait(c.smem + c.shared.layout_ready, Int32(0))
+    blocks = block_prefix(c, c.local_experts())
+    cursor = ExpertCursor(expert=Int32(0))
+    block = claim(c, CTRL_SEND)
+    while block < blocks:
+        cursor.seek(c, block)
+        rows = cursor.rows(c, block)
+        ok = wait_at_least(
+            c.guard,
+            c.counter("y_ready", block),
+            Int32(c.problem.fc2_tiles * MATH_WARPGROUPS),
+            "gpu",
+            int(Phase.Y_READY),
+            c.pe,
+            block,
+        )
+        if (ok == 1) & (aborted(c.guard) == 0):
+            send_block(c, block, rows)
+        block = claim(c, CTRL_SEND)
