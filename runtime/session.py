@@ -126,6 +126,9 @@ class PeSession:
         self.clear_status()
         self.device.synchronize()
 
+    def _region_address(self, name: str) -> int:
+        return self._local.address + self._local_table[name].offset
+
     def symmetric_view(self, name: str) -> torch.Tensor:
         """A symmetric region of this PE."""
         return region_view(self._symmetric_table, self._symmetric.allocation, name)
@@ -164,10 +167,9 @@ class PeSession:
     def _bind(self, tensors: dict[str, torch.Tensor]) -> BoundWeights:
         p = self.problem
         experts = self.local_experts if tensors else 0
-        pool_x = self._local.address + self._local_table["pool_x"].offset
-        pool_h = self._local.address + self._local_table["pool_h"].offset
         specs = pool_specs(p)
-        addresses = {name: pool_x if "pool_x" in name else pool_h for name in specs}
+        # A pool's maps are named after its region: pool_x, pool_x_8, pool_y_store …
+        addresses = {name: self._region_address(name[: len("pool_x")]) for name in specs}
         addresses |= dict.fromkeys(tensors, 0)
         if experts > 0:
             specs |= {"w13": w13_spec(p, experts), "w2": w2_spec(p, experts)}

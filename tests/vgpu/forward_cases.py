@@ -47,6 +47,7 @@ class Case:
             expert_map=self.expert_map,
             activation=self.activation,
             capacity=self.capacity,
+            combine="direct",
             invalid_ids="mask",
         )
 
