@@ -43,6 +43,7 @@ class Phase(IntEnum):
     H_READY = 4
     DONE = 5
     Y_READY = 6
+    FREE = 7
 
 
 PHASE_TEXT = {
@@ -51,6 +52,7 @@ PHASE_TEXT = {
     Phase.X_READY: "load waits for the rows of a pool block",
     Phase.H_READY: "load waits for the activations of a pool block",
     Phase.Y_READY: "combine-send waits for the expert outputs of a pool block",
+    Phase.FREE: "recv-and-place waits for a block of the ring pool to be free",
     Phase.DONE: "reduce waits for expert outputs of a token",
 }
 

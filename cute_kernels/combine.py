@@ -73,7 +73,7 @@ def write_token(c: Context, token: Int32, mask: Int32):
     p = c.problem
     row_bytes = p.hidden * BF16_BYTES
     slots = p.comb_slots
-    comb = c.sym("comb") + Int64(token * slots + lane()) * row_bytes
+    comb = c.sym("comb") + (Int64(token) * slots + lane()) * row_bytes
     y = c.y + Int64(token) * row_bytes
     residual = c.residual + Int64(token) * row_bytes
     weighted = p.weight_at == "combine" and not p.prereduced

@@ -2,9 +2,9 @@
 ascending k, in fp32, send the sum to the source, and signal ``done``.
 
 Pool blocks b with b mod grid = CTA belong to a CTA; its warps claim them in order and wait until
-their rows are complete (``y_ready``). ``pending`` counts a token's rows that are still missing on
-this PE; whoever takes the last one sends the token. All of its rows are visible then: each was
-acquired by the warp that counted it, and the counting is acq_rel.
+their rows are complete (``y_ready``). ``finished`` counts a token's complete rows on this PE;
+whoever counts the last one sends the token. All of its rows are visible then: each was acquired by
+the warp that counted it, and the counting is acq_rel.
 """
 
 import cutlass
@@ -15,31 +15,25 @@ from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.combine import WARP_BYTES, claim, store_sums, sum_columns
 from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.layout import ExpertCursor, block_prefix
-from megamoe.cute_kernels.place import row_of
 from megamoe.cute_kernels.problem import BLOCK_M
+from megamoe.cute_kernels.records import META_MASK, token_row
 from megamoe.cute_kernels.smem import BF16_BYTES, CTRL_SEND, MATH_WARPGROUPS
 from megamoe.cute_kernels.sync import aborted, wait_at_least
 
 
 @cute.jit
-def send_token(c: Context, source: Int32, token: Int32):
-    """Sum the token's rows on this PE and store the sum to the source's ``comb``."""
+def send_token(c: Context, source: Int32, token: Int32, mask: Int32, slot: Int32):
+    """Sum the token's rows on this PE (k in ``mask``), store the sum to the source's ``comb``."""
     p = c.problem
     row_bytes = p.hidden * BF16_BYTES
-    entry = Int64(source * p.max_tokens + token) * 4
-    index = (c.bank * p.num_pes + source) * p.max_tokens
-    index += ptx.ld_i32(c.loc("token_record") + entry)
-    record = c.sym("route") + Int64(index) * (p.record_words * 4)
     address = Int64(0)
     weight = Float32(0.0)
-    if lane() < p.top_k:
-        row = row_of(c, ptx.ld_i32(record + Int64(1 + lane()) * 4), source)
-        if row >= 0:
-            address = c.loc("pool_y") + Int64(row) * row_bytes
-            weight = ptx.bits_to_f32(ptx.ld_i32(record + Int64(1 + p.top_k + lane()) * 4))
-    mask = Int32(cute.arch.vote_ballot_sync(address != 0))
-    slot = ptx.ld_i32(record + Int64(1 + 2 * p.top_k) * 4)
-    target = c.peer(source, "comb") + Int64(token * p.comb_slots + slot) * row_bytes
+    if (mask >> lane()) & 1 == 1:
+        row = ptx.ld_i32(token_row(c, source, token, lane()))
+        address = c.loc("pool_y") + Int64(row) * row_bytes
+        _, _, _, bits = ptx.ld_i32x4(c.row_meta(row))
+        weight = ptx.bits_to_f32(bits)
+    target = c.peer(source, "comb") + (Int64(token) * p.comb_slots + slot) * row_bytes
     weighted = p.weight_at == "combine"
     for step in cutlass.range(0, row_bytes, WARP_BYTES, unroll=1):
         offset = step + lane() * 16
@@ -55,24 +49,34 @@ def send_token(c: Context, source: Int32, token: Int32):
 
 @cute.jit
 def send_block(c: Context, block: Int32, rows: Int32):
-    """Count the block's rows off their tokens; send the tokens that are complete with them."""
+    """Count the block's rows as finished; send the tokens that are complete with them."""
     p = c.problem
     for first in cutlass.range(0, rows, 32, unroll=1):
         row = first + lane()
         source = Int32(0)
         token = Int32(0)
+        mask = Int32(0)
+        slot = Int32(0)
         complete = Int32(0)
         if row < rows:
-            meta = c.loc("row_meta") + Int64(block * BLOCK_M + row) * 16
+            meta = c.row_meta(block * BLOCK_M + row)
             source, token, _, _ = ptx.ld_i32x4(meta)
-            pending = c.loc("pending") + Int64(source * p.max_tokens + token) * 4
-            complete = Int32(ptx.atom_acq_rel(pending, Int32(-1)) == 1)
+            mask, slot, _, _ = ptx.ld_i32x4(meta + 4 * META_MASK)
+            finished = c.counter("finished", source * p.max_tokens + token)
+            earlier = ptx.atom_acq_rel(finished, Int32(1))
+            complete = Int32(earlier + 1 == Int32(cute.arch.popc(mask)))
         # What a lane acquired must be visible to the lanes that sum.
         cute.arch.sync_warp()
         left = Int32(cute.arch.vote_ballot_sync(complete == 1))
         while left != 0:
             turn = Int32(cute.arch.popc((left & (-left)) - 1))
-            send_token(c, cute.arch.shuffle_sync(source, turn), cute.arch.shuffle_sync(token, turn))
+            send_token(
+                c,
+                cute.arch.shuffle_sync(source, turn),
+                cute.arch.shuffle_sync(token, turn),
+                cute.arch.shuffle_sync(mask, turn),
+                cute.arch.shuffle_sync(slot, turn),
+            )
             left = left & (left - 1)
 
 

@@ -63,6 +63,14 @@ class Context:
         length = local_block(self.problem)[region].shape[1]
         return self.loc(region) + Int64(self.bank * length + index) * 4
 
+    def row_meta(self, row: Int32) -> Int64:
+        """Address of a row's metadata; ``row`` counts all rows of the call."""
+        return self.loc("row_meta") + Int64(row) * (self.problem.meta_words * 4)
+
+    def stored_block(self, block: Int32) -> Int32:
+        """Where a block lies in ``pool_x`` and ``pool_h``: the same, or its turn in the ring."""
+        return block % self.problem.ring_blocks if self.problem.ring_blocks else block
+
     def map(self, name: str) -> Int64:
         """Address of a tensor map."""
         return self.maps + MAPS.index(name) * TENSOR_MAP_BYTES

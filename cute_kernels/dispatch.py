@@ -13,6 +13,7 @@ from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.problem import MAX_SEND_CTAS
+from megamoe.cute_kernels.records import row_record, token_record
 from megamoe.cute_kernels.routing import (
     Pair,
     route_pair,
@@ -143,49 +144,16 @@ def send_records(c: Context, first: Int32, end: Int32, rows: Int32, primaries: I
 
 
 @cute.jit
-def comb_slot(c: Context, pair: Pair) -> Int32:
-    """Where a leader's contribution goes among its token's: PEs in ascending order."""
-    slot = Int32(0)
-    for k in cutlass.range_constexpr(c.problem.top_k):
-        other_leads = cute.arch.shuffle_sync(pair.leader, pair.first_lane + k)
-        other_pe = cute.arch.shuffle_sync(pair.pe, pair.first_lane + k)
-        if (other_leads == 1) & (other_pe < pair.pe):
-            slot += 1
-    return slot
-
-
-@cute.jit
 def send_record(c: Context, pair: Pair, position: Int32, record: Int32):
-    """Leaders write their token's record to its PE with 16-byte stores.
-
-    Words: token, K packed (local expert, position) or −1 for slots on other PEs, K weights, and
-    with the pre-reduced combine the slot of ``comb`` that this PE's sum goes to.
-    """
-    problem = c.problem
-    packed = Int32(-1)
-    weight = Int32(0)
-    if pair.pe >= 0:
-        packed = (pair.local << problem.position_bits) | position
-        index = Int64(pair.token) * problem.top_k + pair.k
-        weight = ptx.ld_i32(c.weights + index * 4)
-    words = [pair.token]
-    weight_words = []
-    for k in cutlass.range_constexpr(problem.top_k):
-        other_packed = cute.arch.shuffle_sync(packed, pair.first_lane + k)
-        other_pe = cute.arch.shuffle_sync(pair.pe, pair.first_lane + k)
-        entry = Int32(-1)
-        if other_pe == pair.pe:
-            entry = other_packed
-        words.append(entry)
-        weight_words.append(cute.arch.shuffle_sync(weight, pair.first_lane + k))
-    words = words + weight_words
-    if cutlass.const_expr(problem.prereduced):
-        words.append(comb_slot(c, pair))
-    words = words + [Int32(0)] * (problem.record_words - len(words))
-    if pair.leader == 1:
-        list_index = (c.bank * problem.num_pes + c.pe) * problem.max_tokens + record
-        address = c.peer(pair.pe, "route") + Int64(list_index) * (problem.record_words * 4)
-        for i in cutlass.range_constexpr(0, problem.record_words, 4):
+    """Write the pair's record, if it has one, to its PE with 16-byte stores; ``record`` is its
+    place in the list."""
+    p = c.problem
+    make = row_record if p.ring_blocks else token_record
+    words = make(c, pair, position)
+    if pair.primary_slot >= 0:
+        list_index = Int64(c.bank * p.num_pes + c.pe) * p.max_records + record
+        address = c.peer(pair.pe, "route") + list_index * (p.record_words * 4)
+        for i in cutlass.range_constexpr(0, p.record_words, 4):
             ptx.st_i32x4(address + i * 4, words[i], words[i + 1], words[i + 2], words[i + 3])
 
 

@@ -4,7 +4,7 @@ Pieces past the block's valid rows are skipped; inside a piece, unused rows go t
 """
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, cute
 
 from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.activation import gated, plain
@@ -32,9 +32,7 @@ def stage_weights(c: Context, thread: Int32, group: Int32, block: Int32, rows: I
     """Router weights of the block's rows to the row entries, fp32; 0 for unused rows."""
     weight_bits = Int32(0)
     if thread < rows:
-        _, _, _, weight_bits = ptx.ld_i32x4(
-            c.loc("row_meta") + Int64(block * BLOCK_M + thread) * 16
-        )
+        _, _, _, weight_bits = ptx.ld_i32x4(c.row_meta(block * BLOCK_M + thread))
     ptx.sts_i32(row_entries(c, group) + thread * 4, weight_bits)
 
 
@@ -161,7 +159,7 @@ def fc1_epilogue(
             if piece * PIECE_TOKENS < rows:
                 piece_values(c, acc, values, thread, group, piece, half, gate_bias, up_bias)
                 buffer = staging(c, group, piece % STAGING_BUFFERS)
-                row = block * BLOCK_M + piece * PIECE_TOKENS
+                row = c.stored_block(block) * BLOCK_M + piece * PIECE_TOKENS
                 store_piece_by_tma(
                     c.map("pool_h_store"), column, row, buffer, thread, group, values, p.paired_rows
                 )

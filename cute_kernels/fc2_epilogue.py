@@ -35,11 +35,15 @@ from megamoe.cute_kernels.sync import aborted
 
 
 @cute.jit
-def row_target(c: Context, row: Int32) -> Int64:
-    """Address of a pool row's contribution: ``comb[token][k]`` on its source PE."""
-    source, token, k, _ = ptx.ld_i32x4(c.loc("row_meta") + Int64(row) * 16)
+def row_targets(c: Context, row: Int32) -> tuple[Int64, Int64]:
+    """Where a pool row goes: ``comb[token][k]`` and ``done[token]`` of its source PE."""
+    source, token, k, _ = ptx.ld_i32x4(c.row_meta(row))
     index = Int64(token) * c.problem.top_k + k
-    return c.peer(source, "comb") + index * (c.problem.hidden * BF16_BYTES)
+    done = Int64(c.bank * c.problem.max_tokens + token) * 4
+    return (
+        c.peer(source, "comb") + index * (c.problem.hidden * BF16_BYTES),
+        c.peer(source, "done") + done,
+    )
 
 
 @cute.jit
@@ -116,8 +120,9 @@ def fc2_to_sources(
     """
     entries = row_entries(c, group)
     target = Int64(0)
+    done = Int64(0)
     if (thread < rows) & (suppress == 0):
-        target = row_target(c, block * BLOCK_M + thread)
+        target, done = row_targets(c, block * BLOCK_M + thread)
     ptx.sts_i64(entries + thread * ROW_ENTRY_BYTES, target)
     group_barrier(group)
     values = make_values()
@@ -135,7 +140,7 @@ def fc2_to_sources(
             # The next half starts with buffer 0 again; an odd number of pieces would reuse the
             # buffer that slower threads still read.
             group_barrier(group)
-    count_block(c, thread, group, block, rows)
+    count_block(c, thread, group, block, done)
 
 
 @cute.jit
@@ -178,24 +183,16 @@ def send_piece(
 
 
 @cute.jit
-def count_block(
-    c: Context,
-    thread: Int32,
-    group: Int32,
-    block: Int32,
-    rows: Int32,
-):
-    """Count this warpgroup's part of the block; the last one releases ``done`` of every row."""
+def count_block(c: Context, thread: Int32, group: Int32, block: Int32, done: Int64):
+    """Count this warpgroup's part of the block; the last one releases ``done`` of every row, whose
+    address its thread has (0 = none)."""
     entries = row_entries(c, group)
-    target = ptx.lds_i64(entries + thread * ROW_ENTRY_BYTES)
     group_barrier(group)
     if thread == 0:
         earlier = ptx.atom_acq_rel(c.counter("y_ready", block), Int32(1))
         last = earlier == c.problem.fc2_tiles * MATH_WARPGROUPS - 1
         ptx.sts_i32(entries, Int32(last))
     group_barrier(group)
-    if (ptx.lds_i32(entries) == 1) & (target != 0):
-        source, token, _, _ = ptx.ld_i32x4(c.loc("row_meta") + Int64(block * BLOCK_M + thread) * 16)
-        index = c.bank * c.problem.max_tokens + token
-        ptx.red_release(c.peer(source, "done") + Int64(index) * 4, Int32(1), "sys")
+    if (ptx.lds_i32(entries) == 1) & (done != 0):
+        ptx.red_release(done, Int32(1), "sys")
     group_barrier(group)

@@ -224,7 +224,8 @@ def begin_epoch(epoch_word: Int64, readers: Int64, grid: Int32, ctrl: Int32):
 def zero_next_bank(c: Context, thread: Int32):
     """Zero the counters of the other bank, which the next epoch uses (invariant I3)."""
     other = 1 - c.bank
-    for name in ("x_ready", "h_ready", "y_ready"):
+    finished = ("finished",) if c.problem.prereduced else ()
+    for name in ("x_ready", "h_ready", "y_ready", *finished):
         length = local_block(c.problem)[name].shape[1]
         zero_words(c, thread, c.loc(name) + Int64(other * length) * 4, Int32(length))
     length = symmetric_block(c.problem)["done"].shape[1]

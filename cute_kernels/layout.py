@@ -62,4 +62,6 @@ def tiles_of(c: Context) -> TileScheduler:
         c.problem.fc1_tiles,
         c.problem.fc2_tiles,
         c.config.lag_waves,
+        # fc2 of the block whose place another takes must come before that one's fc1.
+        c.problem.ring_blocks - 1 if c.problem.ring_blocks else c.problem.pool_blocks,
     )

@@ -127,6 +127,7 @@ def load_tile(
         wide = c.map("pool_h")
         narrow = c.map("pool_h_8")
         k_tiles = Int32(ceil_div(c.problem.intermediate, BLOCK_K))
+    row = c.stored_block(block) * BLOCK_M
     nbytes = Int32(A_STAGE_BYTES) + width * ROW_BYTES
     for k_tile in cutlass.range(k_tiles, unroll=1):
         ptx.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
@@ -137,7 +138,7 @@ def load_tile(
         with cute.arch.elect_one():
             ptx.mbarrier_arrive_expect_tx(full, nbytes)
             copy_weights(c, a, phase, k, n, expert, full)
-            copy_tokens(b, wide, narrow, k, block * BLOCK_M, width, full)
+            copy_tokens(b, wide, narrow, k, row, width, full)
         position.advance()
     return position
 

@@ -17,8 +17,9 @@ from megamoe.cute_kernels.abi import Phase, Status
 from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.problem import BLOCK_M
+from megamoe.cute_kernels.records import receive_rows, record_token
 from megamoe.cute_kernels.routing import warp_inclusive_sum
-from megamoe.cute_kernels.smem import BF16_BYTES, copy_bytes
+from megamoe.cute_kernels.smem import BF16_BYTES, MATH_WARPGROUPS, copy_bytes
 from megamoe.cute_kernels.sync import (
     aborted,
     claim_status,
@@ -153,7 +154,8 @@ def pools_fit(c: Context) -> Int32:
 
 @dataclass
 class RecordCursor:
-    """Walks this CTA's records in (expert, rotated source, index) order.
+    """Walks this CTA's records in (expert, rotated source, index) order; with a ring pool, where
+    that must be the order of the rows, sources are not rotated.
 
     ``before`` is the number of records in earlier segments modulo the grid: record r of the whole
     order belongs to CTA r mod grid.
@@ -171,9 +173,11 @@ class RecordCursor:
     @cute.jit
     def open_segment(self, c: Context):
         """Load the current (expert, source) segment and find this CTA's first record in it."""
-        self.source = self.turn + c.pe
-        if self.source >= c.problem.num_pes:
-            self.source = self.source - c.problem.num_pes
+        self.source = self.turn
+        if cutlass.const_expr(c.problem.ring_blocks == 0):
+            self.source = self.turn + c.pe
+            if self.source >= c.problem.num_pes:
+                self.source = self.source - c.problem.num_pes
         entry = self.source * (c.problem.experts_per_pe + 1) + self.expert
         address = c.smem + c.shared.primary + entry * 4
         self.first = ptx.lds_i32(address)
@@ -213,8 +217,8 @@ class RecordCursor:
     @cute.jit
     def address(self, c: Context) -> Int64:
         """Address of the current record."""
-        row = (c.bank * c.problem.num_pes + self.source) * c.problem.max_tokens
-        record = Int64(row + self.first + self.index)
+        first = Int64(c.bank * c.problem.num_pes + self.source) * c.problem.max_records
+        record = first + self.first + self.index
         return c.sym("route") + record * (c.problem.record_words * 4)
 
 
@@ -252,7 +256,7 @@ class RowRing:
         """Load the next piece from the source PE; ``cursor`` must be valid."""
         size = copy_bytes(c.problem)
         row_bytes = c.problem.hidden * BF16_BYTES
-        token = ptx.ld_i32(cursor.address(c))
+        token = record_token(c, cursor.address(c))
         offset = self.piece * size
         nbytes = row_bytes - offset
         if nbytes > size:
@@ -277,51 +281,29 @@ class RowRing:
 
 
 @cute.jit
-def row_of(c: Context, packed: Int32, source: Int32) -> Int32:
-    """Pool row of a record's packed (local expert, position) from ``source``; −1 if it has none."""
-    problem = c.problem
-    row = Int32(-1)
-    if packed >= 0:
-        expert = packed >> problem.position_bits
-        position = packed & ((1 << problem.position_bits) - 1)
-        block = ptx.lds_i32(c.smem + c.shared.block_prefix + expert * 4)
-        entry = expert * problem.num_pes + source
-        segment = ptx.lds_i32(c.smem + c.shared.segment + entry * 4)
-        row = block * BLOCK_M + segment + position
-    return row
-
-
-@cute.jit
-def own_row(c: Context, cursor: RecordCursor) -> Int32:
-    """Pool row of the record's slot k = lane, or −1; also writes the row's metadata and, with the
-    pre-reduced combine, how many rows of the token are still to be computed here."""
-    problem = c.problem
-    record = cursor.address(c)
-    source = cursor.source
-    row = Int32(-1)
-    if lane() < problem.top_k:
-        row = row_of(c, ptx.ld_i32(record + Int64(1 + lane()) * 4), source)
-        if row >= 0:
-            token = ptx.ld_i32(record)
-            weight = ptx.ld_i32(record + Int64(1 + problem.top_k + lane()) * 4)
-            ptx.st_i32x4(c.loc("row_meta") + Int64(row) * 16, source, token, lane(), weight)
-    if cutlass.const_expr(problem.prereduced):
-        rows = Int32(cute.arch.popc(Int32(cute.arch.vote_ballot_sync(row >= 0))))
-        entry = Int64(source * problem.max_tokens + ptx.ld_i32(record)) * 4
-        if lane() == 0:
-            ptx.st_i32(c.loc("pending") + entry, rows)
-            ptx.st_i32(c.loc("token_record") + entry, cursor.first + cursor.index)
-        # Lanes announce their own rows: what lane 0 wrote must be covered by each of them.
-        cute.arch.sync_warp()
-    return row
-
-
-@cute.jit
 def announce(c: Context, row: Int32):
     """Count a complete row in its block. Bulk writes are complete (``bulk_wait``) and fenced."""
     if row >= 0:
         ptx.fence_proxy_async_global()
         ptx.red_release(c.counter("x_ready", row // BLOCK_M), Int32(1), "gpu")
+
+
+@cute.jit
+def await_free_block(c: Context, block: Int32):
+    """Ring pool: wait until fc2 of the block that lies where ``block`` will is done."""
+    earlier = block - c.problem.ring_blocks
+    wait_at_least(
+        c.guard,
+        c.counter("y_ready", earlier),
+        Int32(c.problem.fc2_tiles * MATH_WARPGROUPS),
+        "gpu",
+        int(Phase.FREE),
+        c.pe,
+        earlier,
+    )
+    # Its rows were read asynchronously; the stores that replace them are asynchronous too.
+    ptx.fence_proxy_async_global()
+    cute.arch.sync_warp()
 
 
 @cute.jit
@@ -352,8 +334,19 @@ def place_rows(c: Context):
                 ring.piece = Int32(0)
                 loads.advance(c, experts)
     complete_row = Int32(-1)
+    open_block = Int32(-1)
     while stores.valid == 1:
-        row = own_row(c, stores)
+        row = receive_rows(c, stores.address(c), stores.source)
+        if cutlass.const_expr(problem.ring_blocks > 0):
+            block = cute.arch.shuffle_sync(row, 0) // BLOCK_M
+            if block != open_block:
+                open_block = block
+                if block >= problem.ring_blocks:
+                    # Nothing may be held back while this warp waits: an earlier block may need it.
+                    ptx.bulk_wait(0)
+                    announce(c, complete_row)
+                    complete_row = Int32(-1)
+                    await_free_block(c, block)
         for piece in cutlass.range(pieces, unroll=1):
             ptx.mbarrier_wait(c.smem + c.shared.ring_full + ring.store_slot * 8, ring.parity)
             offset = piece * size
@@ -361,7 +354,8 @@ def place_rows(c: Context):
             if nbytes > size:
                 nbytes = Int32(size)
             if row >= 0:
-                target = c.loc("pool_x") + Int64(row) * row_bytes + offset
+                stored = c.stored_block(row // BLOCK_M) * BLOCK_M + row % BLOCK_M
+                target = c.loc("pool_x") + Int64(stored) * row_bytes + offset
                 slot = c.smem + c.shared.ring + ring.store_slot * size
                 ptx.bulk_store(target, slot, nbytes)
             ptx.bulk_commit()

@@ -52,6 +52,9 @@ class Problem:
         weight_at: where the router weight is applied, ``"act"`` or ``"combine"``.
         combine: ``"direct"``: every row goes back to its source PE; ``"prereduced"``: the rows of
             one (token, PE) are summed where the experts are, and one row goes back.
+        ring_blocks: 0: the pool holds every row; else blocks of BLOCK_M rows that are used in turn,
+            each again once its fc2 is done. Rows are then placed in pool order, so a token may be
+            fetched once per expert.
 
     Raises:
         ValueError: a value outside the ranges above; names the field, the value and what is
@@ -78,6 +81,7 @@ class Problem:
     bias2: str = "none"
     weight_at: str = "act"
     combine: str = "direct"
+    ring_blocks: int = 0
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, allowed: str) -> None:
@@ -126,6 +130,11 @@ class Problem:
         one_of("weight_at", ("act", "combine"))
         one_of("combine", ("direct", "prereduced"))
         need(
+            self.ring_blocks == 0 or self.ring_blocks >= 2,
+            "ring_blocks",
+            "must be 0 (no ring) or at least 2",
+        )
+        need(
             self.position_bits + max(1, (self.experts_per_pe - 1).bit_length()) <= 31,
             "max_tokens",
             "max_tokens * top_k * experts_per_pe must stay below 2**31 (route record packing)",
@@ -154,9 +163,20 @@ class Problem:
 
     @property
     def record_words(self) -> int:
-        """int32 words of a route record: token, K packed slots, K weights and, with the
-        pre-reduced combine, the slot of ``comb``; to 16 bytes."""
+        """int32 words of a route record, to 16 bytes (``records.py``)."""
+        if self.ring_blocks:
+            return 8 if self.prereduced else 4
         return round_up(1 + 2 * self.top_k + int(self.prereduced), 4)
+
+    @property
+    def max_records(self) -> int:
+        """Most records from one source: one per token or, with a ring, one per row."""
+        return self.max_tokens * (self.top_k if self.ring_blocks else 1)
+
+    @property
+    def meta_words(self) -> int:
+        """int32 words of a row's metadata (``records.py``)."""
+        return 8 if self.prereduced else 4
 
     @property
     def prereduced(self) -> bool:
@@ -180,7 +200,13 @@ class Problem:
 
     @property
     def pool_blocks(self) -> int:
+        """Blocks that the rows of a call may fill."""
         return self.pool_rows // BLOCK_M
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows of ``pool_x`` and ``pool_h`` in memory."""
+        return min(self.ring_blocks or self.pool_blocks, self.pool_blocks) * BLOCK_M
 
 
 @dataclass(frozen=True, kw_only=True)

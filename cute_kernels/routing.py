@@ -25,8 +25,9 @@ class Pair:
     """One lane's (token, k) pair.
 
     ``pe`` is −1 for a masked or idle slot. ``slot`` numbers all experts, PE by PE. ``leader`` is 1
-    for a token's first slot on its PE, which stands for the token's one record to that PE, listed
-    under ``primary_slot``, the token's first local expert there.
+    for a token's first slot on its PE. ``primary_slot`` is the slot under which the pair's record
+    is listed: the leader's record is the token's one record to the PE, listed under the token's
+    first local expert there; with a ring pool every row has a record of its own. −1: no record.
     """
 
     token: Int32
@@ -126,7 +127,9 @@ def route_pair(c: Context, base: Int32, end: Int32) -> Pair:
     if word >= 0:
         base_slot = c.slot_base(pe)
         slot = base_slot + local
-        if leader == 1:
+        if cutlass.const_expr(c.problem.ring_blocks > 0):
+            primary_slot = slot
+        elif leader == 1:
             primary_slot = base_slot + primary
     return Pair(
         token=token,

@@ -88,9 +88,13 @@ def make_scheduler(
     fc1_tiles: cutlass.Constexpr[int],
     fc2_tiles: cutlass.Constexpr[int],
     lag_waves: cutlass.Constexpr[int],
+    max_lag: cutlass.Constexpr[int],
 ) -> TileScheduler:
-    """A scheduler at its first item; the lag is ``lag_waves`` waves of fc1 tiles, in blocks."""
+    """A scheduler at its first item; the lag is ``lag_waves`` waves of fc1 tiles, in blocks, at
+    most ``max_lag`` (with a ring pool, one less than its blocks)."""
     lag = (grid * lag_waves + fc1_tiles - 1) // fc1_tiles
+    if lag > max_lag:
+        lag = Int32(max_lag)
     if lag > blocks:
         lag = blocks
     return TileScheduler(

@@ -74,10 +74,12 @@ def pool_specs(p: Problem) -> dict[str, TensorMapSpec]:
     """Maps of ``pool_x [M, H]`` and ``pool_h [M, I]``: wide and narrow loads, stores of
     pieces; and of ``pool_y [M, H]`` where rows are summed before they go back."""
 
-    def rows_of(width: int, box_rows: int) -> TensorMapSpec:
-        return TensorMapSpec((width, p.pool_rows), (width * BF16_BYTES,), (BLOCK_K, box_rows))
+    def rows_of(width: int, box_rows: int, rows: int = p.stored_rows) -> TensorMapSpec:
+        return TensorMapSpec((width, rows), (width * BF16_BYTES,), (BLOCK_K, box_rows))
 
-    stores = {"pool_y_store": rows_of(p.hidden, PIECE_TOKENS)} if p.prereduced else {}
+    stores = {}
+    if p.prereduced:
+        stores["pool_y_store"] = rows_of(p.hidden, PIECE_TOKENS, p.pool_rows)
     return stores | {
         "pool_x": rows_of(p.hidden, WIDE_ROWS),
         "pool_x_8": rows_of(p.hidden, NARROW_ROWS),

@@ -73,7 +73,7 @@ def symmetric_block(p: Problem) -> Block:
         ("route_count", "u32", (2, p.num_pes, p.num_slots)),
         ("primary_count", "u32", (2, p.num_pes, p.experts_per_pe)),
         ("done", "u32", (2, p.max_tokens)),
-        ("route", "i32", (2, p.num_pes, p.max_tokens, p.record_words)),
+        ("route", "i32", (2, p.num_pes, p.max_records, p.record_words)),
         ("x", "bf16", (p.max_tokens, p.hidden)),
         ("comb", "bf16", (p.max_tokens, p.comb_slots, p.hidden)),
     )
@@ -82,8 +82,8 @@ def symmetric_block(p: Problem) -> Block:
 def local_block(p: Problem) -> Block:
     """Regions that only this PE's kernel (and its host) touches."""
     prereduced: tuple[tuple[str, str, tuple[int, ...]], ...] = (
-        ("pending", "u32", (p.num_pes, p.max_tokens)),
-        ("token_record", "i32", (p.num_pes, p.max_tokens)),
+        ("finished", "u32", (2, p.num_pes * p.max_tokens)),
+        ("token_rows", "i32", (p.num_pes, p.max_tokens, p.top_k)),
         ("pool_y", "bf16", (p.pool_rows, p.hidden)),
     )
     return Block.of(
@@ -102,8 +102,8 @@ def local_block(p: Problem) -> Block:
         ("slot_base", "i32", (p.num_pes + 1,)),
         ("peers", "u64", (p.num_pes,)),
         ("histogram", "u32", (MAX_SEND_CTAS, 2, p.num_slots)),
-        ("row_meta", "i32", (p.pool_rows, 4)),
-        ("pool_x", "bf16", (p.pool_rows, p.hidden)),
-        ("pool_h", "bf16", (p.pool_rows, p.intermediate)),
+        ("row_meta", "i32", (p.pool_rows, p.meta_words)),
+        ("pool_x", "bf16", (p.stored_rows, p.hidden)),
+        ("pool_h", "bf16", (p.stored_rows, p.intermediate)),
         *(prereduced if p.prereduced else ()),
     )

@@ -118,6 +118,8 @@ class PeSession:
             if region.name == "expert_map":
                 break
             self.local_view(region.name).zero_()
+        if self.problem.prereduced:
+            self.local_view("finished").zero_()
         for name, values in routing_tables(replicas, pe=self.pe, num_pes=self.problem.num_pes):
             self.local_view(name).copy_(torch.tensor(values, dtype=torch.int32))
         self.local_view("peers").copy_(torch.tensor(self._symmetric.peers, dtype=torch.int64))

@@ -19,6 +19,7 @@ def timeout_text(words: dict[StatusWord, int], *, pe: int, timeout_s: float) -> 
         Phase.COUNT: f", CTA {index}",
         Phase.X_READY: f", block {index}",
         Phase.H_READY: f", block {index}",
+        Phase.FREE: f", block {index}",
         Phase.Y_READY: f", block {index}",
         Phase.DONE: f", token {index}",
     }.get(phase, f" {peer}")

@@ -19,9 +19,10 @@ def walk(
     fc1_tiles: cutlass.Constexpr[int],
     fc2_tiles: cutlass.Constexpr[int],
     lag_waves: cutlass.Constexpr[int],
+    max_lag: cutlass.Constexpr[int],
 ):
     """All items of one CTA into ``out[:, (phase, block, n)]``."""
-    tiles = make_scheduler(cta, grid, blocks, fc1_tiles, fc2_tiles, lag_waves)
+    tiles = make_scheduler(cta, grid, blocks, fc1_tiles, fc2_tiles, lag_waves, max_lag)
     tiles.advance()
     i = Int32(0)
     while tiles.valid == 1:
@@ -33,7 +34,7 @@ def walk(
     count[0] = i
 
 
-def items(cta, grid, blocks, fc1_tiles, fc2_tiles, lag_waves=1):
+def items(cta, grid, blocks, fc1_tiles, fc2_tiles, lag_waves=1, max_lag=1000):
     out = np.full((blocks * (fc1_tiles + fc2_tiles) + 1, 3), -1, np.int32)
     count = np.zeros(1, np.int32)
     walk(
@@ -45,6 +46,7 @@ def items(cta, grid, blocks, fc1_tiles, fc2_tiles, lag_waves=1):
         fc1_tiles,
         fc2_tiles,
         lag_waves,
+        max_lag,
     )
     return [tuple(row) for row in out[: count[0]].tolist()]
 
@@ -75,6 +77,14 @@ def test_fc2_follows_one_wave_behind_fc1():
     """12 tiles of lag and 4 fc1 tiles a block are 3 blocks: fc2 of 0 follows fc1 of block 3."""
     order = items(0, 1, blocks=6, fc1_tiles=4, fc2_tiles=2, lag_waves=12)
     assert order.index((TilePhase.FC2, 0, 0)) == order.index((TilePhase.FC1, 3, 3)) + 1
+
+
+def test_a_ring_of_two_blocks_has_a_lag_of_one():
+    """fc2 of block b must precede fc1 of block b + 2, which takes its place."""
+    order = items(0, 1, blocks=5, fc1_tiles=2, fc2_tiles=2, lag_waves=50, max_lag=1)
+    for block in range(3):
+        last_fc2 = order.index((TilePhase.FC2, block, 1))
+        assert last_fc2 < order.index((TilePhase.FC1, block + 2, 0))
 
 
 def test_no_blocks_no_items():
