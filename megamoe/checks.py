@@ -21,16 +21,23 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BIAS_DTYPES = (torch.bfloat16, torch.float32)
 
 # What the kernel runs of what `MoEConfig` describes. A feature lands by extending its line.
-KERNEL_ACTIVATIONS: tuple[Activation, ...] = ("silu", "relu")
-KERNEL_WEIGHT_AT: tuple[WeightAt, ...] = ("act",)
-KERNEL_W13_LAYOUTS: tuple[W13Layout, ...] = ("gate_up",)
-KERNEL_W13_TRANSPOSED = (False,)
-KERNEL_W2_TRANSPOSED = (False,)
-KERNEL_FC1_BIAS = (False,)
-KERNEL_FC2_BIAS = (False,)
-KERNEL_COMBINE: tuple[Combine, ...] = ("auto", "direct")
-KERNEL_REPLICATED = (False,)
-KERNEL_SIZE_MULTIPLE = 64
+KERNEL_ACTIVATIONS: tuple[Activation, ...] = (
+    "silu",
+    "gelu_tanh",
+    "relu",
+    "gpt_oss",
+    "swiglu_clamped",
+    "relu2",
+)
+KERNEL_WEIGHT_AT: tuple[WeightAt, ...] = ("act", "combine")
+KERNEL_W13_LAYOUTS: tuple[W13Layout, ...] = ("gate_up", "up_gate", "interleaved")
+KERNEL_W13_TRANSPOSED = (False, True)
+KERNEL_W2_TRANSPOSED = (False, True)
+KERNEL_FC1_BIAS = (False, True)
+KERNEL_FC2_BIAS = (False, True)
+KERNEL_COMBINE: tuple[Combine, ...] = ("auto", "direct", "prereduced")
+KERNEL_REPLICATED = (False, True)
+KERNEL_SIZE_MULTIPLE = 8
 
 
 def check_kernel_support(cfg: MoEConfig) -> None:

@@ -35,12 +35,15 @@ W13Layout = Literal["gate_up", "up_gate", "interleaved"]
 WeightAt = Literal["act", "combine"]
 InvalidIds = Literal["mask", "error"]
 Combine = Literal["auto", "direct", "prereduced"]
+BiasDtype = Literal["bf16", "fp32"]
 CombineMode = Literal["direct", "prereduced"]
 
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 NON_GATED: tuple[Activation, ...] = ("relu2",)
 CLAMPED: tuple[Activation, ...] = ("gpt_oss", "swiglu_clamped")
 GPT_OSS_ALPHA = 1.702
+RING_MULTIPLE = 128  # rows of one block of the kernel's pool
+MMA_FLOPS_PER_NVLINK_BYTE = 1869  # 700 TF of bf16 to 375 GB/s, both achieved rates
 GPT_OSS_LIMIT = 7.0
 MAX_TOP_K = 32
 MAX_PES = 64
@@ -95,6 +98,7 @@ class MoEConfig:
         fc1_bias: a tensor b13 ``[E, 2I]`` (or ``[E, I]``), in the order of `w13_layout`, is added
             to the fc1 outputs.
         fc2_bias: a tensor b2 ``[E, H]`` is added to every fc2 row.
+        bias_dtype: of both biases in a `megamoe.Session`: ``"bf16"`` or ``"fp32"``.
         weight_at: where the router weight w is applied: ``"act"`` multiplies the activation before
             it is rounded, y = sum_k (W2·(w·act) + b2); ``"combine"`` multiplies the fc2 row in
             the final sum, y = sum_k w·(W2·act + b2). Without b2 the same maths.
@@ -104,6 +108,9 @@ class MoEConfig:
         capacity: rows of the pool of each PE, without the padding that the kernel adds per
             expert; None is `worst_case_rows`, which always fits. A call that needs more raises
             the same error on every PE; rows are never dropped.
+        ring_rows: None: the pool holds every row of a call. Else rows of a ring pool, a multiple of
+            128, at least 256: its blocks are used again as soon as their experts' work is done, so
+            far less memory serves the same calls; a token may then be fetched once per expert.
         invalid_ids: what an id >= E means: ``"error"`` (a `ValueError`, before the launch on CPU
             tensors, else at the next look at the kernel's status, as no id of a CUDA tensor is
             read on the host) or ``"mask"``. Either way the slot contributes nothing.
@@ -134,11 +141,13 @@ class MoEConfig:
     w2_transposed: bool = False
     fc1_bias: bool = False
     fc2_bias: bool = False
+    bias_dtype: BiasDtype = "bf16"
     weight_at: WeightAt = "act"
     expert_map: Sequence[Any] | None = None
     capacity: int | None = None
     invalid_ids: InvalidIds = "error"
     combine: Combine = "auto"
+    ring_rows: int | None = None
 
     def __post_init__(self) -> None:
         def normalise(name: str, low: int, high: int | None = None) -> None:
@@ -167,6 +176,7 @@ class MoEConfig:
             ("weight_at", get_args(WeightAt)),
             ("invalid_ids", get_args(InvalidIds)),
             ("combine", get_args(Combine)),
+            ("bias_dtype", get_args(BiasDtype)),
         ):
             _choice(name, getattr(self, name), allowed)
         for name in ("w13_transposed", "w2_transposed", "fc1_bias", "fc2_bias"):
@@ -182,6 +192,12 @@ class MoEConfig:
             object.__setattr__(self, "expert_map", spelled)
         if self.capacity is not None:
             normalise("capacity", 1, MAX_ROWS)
+        if self.ring_rows is not None:
+            normalise("ring_rows", 2 * RING_MULTIPLE, MAX_ROWS)
+            if self.ring_rows % RING_MULTIPLE:
+                raise ValueError(
+                    f"ring_rows={self.ring_rows}: must be a multiple of {RING_MULTIPLE}"
+                )
 
     def _check_activation(self) -> None:
         """Layout, alpha and limit against the activation; fills in the limit of gpt_oss."""
@@ -235,8 +251,16 @@ class MoEConfig:
 
     @property
     def combine_mode(self) -> CombineMode:
-        """How results return: ``combine``, with ``"auto"`` resolved (always to ``"direct"``)."""
-        return "direct" if self.combine == "auto" else self.combine
+        """How results return: ``combine``, or for ``"auto"`` the rule of the timing model.
+
+        Summing where the experts are pays while the layer is bound by NVLink, that is for
+        I < 0.75·I*, with I* = 2/3·(1 - 1/P)·MMA rate/NVLink rate (about 1,090 at 8 PEs).
+        """
+        if self.combine != "auto":
+            return self.combine
+        balance = 2 / 3 * (1 - 1 / self.num_pes) * MMA_FLOPS_PER_NVLINK_BYTE
+        pays = self.top_k > 1 and self.intermediate < 0.75 * balance
+        return "prereduced" if pays else "direct"
 
     @cached_property
     def replicas(self) -> tuple[tuple[Place, ...], ...]:

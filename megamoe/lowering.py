@@ -17,32 +17,33 @@ def padded_pool_rows(rows: int, experts: int) -> int:
     return round_up(rows + min(experts, rows) * (BLOCK_M - 1), BLOCK_M)
 
 
-BIAS_KINDS = {"torch.bfloat16": "bf16", "torch.float32": "f32"}
-MMA_FLOPS_PER_NVLINK_BYTE = 1869
-"""Ratio of the achieved rates behind the rule below: 700 TF of bf16 to 375 GB/s of NVLink."""
+BIAS_KINDS = {"bf16": "bf16", "fp32": "f32", "torch.bfloat16": "bf16", "torch.float32": "f32"}
 
 
-def combine_mode(cfg: MoEConfig) -> str:
-    """``cfg.combine``, or for ``"auto"`` the rule of the timing model: summing where the experts
-    are pays while the layer is bound by NVLink, that is for I < 0.75 · I*, with
-    I* = ⅔ · (1 − 1/P) · MMA rate / NVLink rate (about 1,090 at 8 PEs and 375 GB/s)."""
-    if cfg.combine != "auto":
-        return cfg.combine
-    balance = 2 / 3 * (1 - 1 / cfg.num_pes) * MMA_FLOPS_PER_NVLINK_BYTE
-    pays = cfg.num_pes > 1 and cfg.top_k > 1 and cfg.intermediate < 0.75 * balance
-    return "prereduced" if pays else "direct"
+def bias_kind(cfg: MoEConfig, present: bool, dtype: object) -> str:
+    """The kernel's name of a bias type: of ``dtype``, or of the config if that is None."""
+    if not present:
+        return "none"
+    return BIAS_KINDS[cfg.bias_dtype if dtype is None else str(dtype)]
+
+
+def ring_blocks(cfg: MoEConfig, pool_rows: int) -> int:
+    """Blocks of the ring pool, 0 without one or where it would not be smaller."""
+    blocks = (cfg.ring_rows or 0) // BLOCK_M
+    return blocks if blocks * BLOCK_M < pool_rows else 0
 
 
 def kernel_problem(cfg: MoEConfig, *, b13_dtype: object = None, b2_dtype: object = None) -> Problem:
     """The forward kernel's static sizes for a layer; the same on every PE.
 
     Args:
-        b13_dtype, b2_dtype: torch dtype of the biases, bfloat16 (also the default) or float32.
+        b13_dtype, b2_dtype: torch dtype of the biases; None: as the config says.
 
     Raises:
         ValueError: the sizes exceed what the kernel supports.
     """
     experts = max(cfg.experts_per_pe)
+    rows = padded_pool_rows(cfg.pool_rows, experts)
     return Problem(
         hidden=cfg.hidden,
         intermediate=cfg.intermediate,
@@ -52,7 +53,7 @@ def kernel_problem(cfg: MoEConfig, *, b13_dtype: object = None, b2_dtype: object
         top_k=cfg.top_k,
         num_pes=cfg.num_pes,
         max_tokens=cfg.max_tokens,
-        pool_rows=padded_pool_rows(cfg.pool_rows, experts),
+        pool_rows=rows,
         capacity_checked=cfg.pool_rows < cfg.worst_case_rows,
         activation=cfg.activation,
         alpha=cfg.activation_alpha,
@@ -60,8 +61,9 @@ def kernel_problem(cfg: MoEConfig, *, b13_dtype: object = None, b2_dtype: object
         w13_layout=cfg.w13_layout,
         w13_transposed=cfg.w13_transposed,
         w2_transposed=cfg.w2_transposed,
-        bias13=BIAS_KINDS.get(str(b13_dtype), "bf16") if cfg.fc1_bias else "none",
-        bias2=BIAS_KINDS.get(str(b2_dtype), "bf16") if cfg.fc2_bias else "none",
+        bias13=bias_kind(cfg, cfg.fc1_bias, b13_dtype),
+        bias2=bias_kind(cfg, cfg.fc2_bias, b2_dtype),
         weight_at=cfg.weight_at,
-        combine=combine_mode(cfg),
+        combine=cfg.combine_mode,
+        ring_blocks=ring_blocks(cfg, rows),
     )

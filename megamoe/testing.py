@@ -93,7 +93,11 @@ class VgpuMoE:
         check_kernel_support(cfg)
         check_group_weights(cfg, w13=w13, w2=w2, b13=b13, b2=b2)
         self.cfg = cfg
-        self.problem = kernel_problem(cfg)
+        self.problem = kernel_problem(
+            cfg,
+            b13_dtype=b13[0].dtype if b13 else None,
+            b2_dtype=b2[0].dtype if b2 else None,
+        )
         self.image = image if image is not None else compiled(self.problem, config)
         self.world = World(
             pes=cfg.num_pes, seed=seed, schedule=schedule, completion=completion, detect=detect
@@ -104,12 +108,12 @@ class VgpuMoE:
             image=self.image,
             devices=self.devices,
             run=self.world.run,
-            replicas=[[pair] for pair in cfg.placement],
+            replicas=cfg.replicas,
             grid=grid,
             timeout_s=timeout_s,
             check_invalid_ids=cfg.invalid_ids == "error",
         )
-        self.weights = self.group.bind_weights(w13=w13, w2=w2)
+        self.weights = self.group.bind_weights(w13=w13, w2=w2, b13=b13, b2=b2)
 
     def forward(
         self,
@@ -117,6 +121,7 @@ class VgpuMoE:
         x: Sequence[torch.Tensor],
         topk_ids: Sequence[torch.Tensor],
         topk_weights: Sequence[torch.Tensor],
+        residual: Sequence[torch.Tensor] | None = None,
         in_place: bool = False,
     ) -> VgpuResult:
         """One fused forward on every PE.
@@ -125,6 +130,7 @@ class VgpuMoE:
             x: per PE ``[T, H]`` bf16, 0 ≤ T ≤ Tmax.
             topk_ids: per PE ``[T, K]`` int32 or int64; < 0 is a masked slot.
             topk_weights: per PE ``[T, K]`` fp32, bf16 or fp16.
+            residual: per PE contiguous ``[T, H]`` bf16, added to y in the final sum.
             in_place: write x into the session's own input view instead of having it staged.
 
         Raises:
@@ -146,6 +152,7 @@ class VgpuMoE:
             topk_ids=[ids_TK.contiguous() for ids_TK in topk_ids],
             topk_weights=[weights_TK.float().contiguous() for weights_TK in topk_weights],
             y=y,
+            residual=residual,
         )
         launches = [d.launches - n for d, n in zip(self.devices, before, strict=True)]
         return VgpuResult(y, launches, self._counters(report), report)
