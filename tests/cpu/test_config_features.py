@@ -82,11 +82,27 @@ def test_shapes_of_the_weights() -> None:
 
 
 def test_combine_mode() -> None:
-    modes = {
-        mode: MoEConfig(**GOOD, combine=mode).combine_mode
-        for mode in ("auto", "direct", "prereduced")
-    }
-    assert modes == {"auto": "direct", "direct": "direct", "prereduced": "prereduced"}
+    def mode(**changes: Any) -> str:
+        sizes = {"hidden": 2048, "intermediate": 768, "num_experts": 128, "top_k": 8}
+        return MoEConfig(**{**sizes, "num_pes": 8, "max_tokens": 64, **changes}).combine_mode
+
+    assert mode(combine="direct") == "direct"
+    assert mode(combine="prereduced", intermediate=2048) == "prereduced"
+    # "auto": 0.75 * 2/3 * 7/8 * 1869 = 817.7 is where NVLink stops being the bound.
+    assert [mode(intermediate=i) for i in (768, 816, 824, 2048)] == [
+        "prereduced",
+        "prereduced",
+        "direct",
+        "direct",
+    ]
+    assert mode(num_pes=1) == "direct"
+    assert mode(top_k=1) == "direct"
+
+
+@pytest.mark.parametrize("rows", [128, 300])
+def test_ring_rows_are_whole_blocks(rows: int) -> None:
+    with pytest.raises(ValueError, match=f"ring_rows={rows}: must be"):
+        MoEConfig(**GOOD, ring_rows=rows)
 
 
 FEATURES: list[tuple[str, dict[str, Any]]] = [

@@ -192,8 +192,9 @@ def test_prereduced_follows_the_placement() -> None:
         for layer in (cfg, one_pe, direct, replace(cfg, combine="auto"))
     }
     assert len(exact) == 1
+    # I = 256 is bound by NVLink: "auto" sums where the experts are.
     auto = moe_oracle(replace(cfg, combine="auto"), **inputs.kwargs, rounding="kernel")
-    assert torch.equal(torch.cat(auto), results["direct"])
+    assert torch.equal(torch.cat(auto), results["spread"])
 
 
 @pytest.mark.parametrize("combine", ["direct", "prereduced"])
