@@ -24,6 +24,7 @@ from megamoe.runtime.vgpu.clocks import (
     TENSORMAP,
     Clock,
     WarpClock,
+    lane_array,
 )
 from megamoe.runtime.vgpu.findings import Touch
 from megamoe.runtime.vgpu.happens_before import Core
@@ -60,6 +61,8 @@ class AsyncCopies:
 
     def __init__(self, core: Core, barriers: BarrierClocks) -> None:
         self.core, self.barriers = core, barriers
+        # Address of a tensor map → lane's column → (time of its fence, what it knew).
+        self.map_fences: dict[int, dict[int, tuple[int, Clock]]] = {}
 
     # -- groups ------------------------------------------------------------------------------
     def lane_ops(self, w: Warp, kind: str, lane: int) -> LaneOps:
@@ -321,21 +324,42 @@ class AsyncCopies:
         bar.hb.own = self.core.agents.joined(bar.hb.own, clock)
 
     # -- tensor maps -------------------------------------------------------------------------
+    def map_fence(self, w: Warp, ins: Instruction, address: Any) -> None:
+        """fence.proxy.tensormap::generic.acquire: what these lanes know of a map's writes becomes
+        visible to copies that use it."""
+        if ".acquire" not in ins.opcode or address is None:
+            return
+        hb: WarpClock = w.hb
+        for lane in lane_array(w.cur.bits).tolist():
+            at = address if type(address) is int else int(address[lane])
+            clock = hb.lookup(1 << lane)[0][1]
+            events = self.map_fences.setdefault(at, {})
+            events[hb.base + lane] = (hb.time, clock)
+
     def tensor_map(self, w: Warp, ins: Instruction, region: Region, off: int, lane: int) -> None:
-        """A copy reads its tensor map through the tensormap proxy."""
+        """A copy reads its tensor map through the tensormap proxy: a fence for this map has to
+        come before it and after the map's writes. Maps in parameters need none."""
         sh = region.shadow
         if sh is None:
             return
         hb: WarpClock = w.hb
-        clock = hb.lookup(1 << lane)[0][1]
+        clock, own = hb.lookup(1 << lane)[0][1], hb.base + lane
         touch = Touch(w, ins, "read of the tensor map", 1 << lane)
         cells = sh.span(off, 128)
-        side = Side(sh, cells, hb.base, hb.time, TENSORMAP)
         ids = sh.writes[cells]
         if ids.min() <= 0:
             self.core.poison(sh, cells_of(cells), ids, touch)
             ids = np.abs(ids)
-        self.check(side, ids, clock, hb.base + lane, w, touch, False)
+        records, distinct = self.core.records, distinct_of(ids)
+        self.check(Side(sh, cells, own, hb.time, GENERIC), ids, clock, own, w, touch, False)
+        for column, (time, known) in self.map_fences.get(region.base + off, {}).items():
+            seen = column == own or clock[GENERIC, column] >= time
+            if seen and records.unordered(distinct, self.core.agents.fit(known), column) is None:
+                return
+        every = np.ones(len(ids), np.bool_)
+        self.core.races(
+            sh, cells_of(cells), ids, every, clock, touch, touch.bits, row=TENSORMAP, own=own
+        )
 
 
 def pieces(sh: Shadow, start: int, index: Any, piece: int) -> Any:

@@ -4,9 +4,9 @@ Every thread (lane of a warp) and every asynchronous source of writes or reads i
 owns a column of all clocks. An access is stamped with its agent and the agent's time; somebody is
 ordered after it if its clock shows at least that time in that column.
 
-A clock has four rows. ``GENERIC`` is causality order itself. The others say what a proxy fence has
-made visible to asynchronous accesses of global memory, of shared memory, and to reads of tensor
-maps; they are never ahead of ``GENERIC`` except for an agent's own column.
+A clock has three rows. ``GENERIC`` is causality order itself. The others say what a proxy fence has
+made visible to asynchronous accesses of global and of shared memory, for the cluster that owns the
+clock; they are never ahead of ``GENERIC`` except for an agent's own column.
 
 Lanes of a warp share one clock until they learn different things: a warp holds *parts*, disjoint
 sets of lanes with their clock. Clock arrays are never written after they are shared.
@@ -23,8 +23,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-GENERIC, GLOBAL, SHARED, TENSORMAP = range(4)
-ROWS = 4
+GENERIC, GLOBAL, SHARED, TENSORMAP = range(4)  # TENSORMAP is no row, only a name in reports
+ROWS = 3
 LANES = 32
 ALL = 32  # column and lane code that stand for every lane of a warp
 STRIDE = 33
@@ -155,8 +155,11 @@ class WarpClock:
         self.time += 1
         return out
 
-    def learn(self, bits: int, clock: Clock) -> None:
-        """An acquire by these lanes."""
+    def learn(self, bits: int, clock: Clock, same_cluster: bool = True) -> None:
+        """An acquire by these lanes. Proxy fences of another cluster serve that cluster only."""
+        if not same_cluster:
+            clock = clock.copy()
+            clock[GLOBAL:] = 0
         parts: list[tuple[int, Clock]] = []
         for b, c in self.parts:
             hit = b & bits

@@ -91,8 +91,8 @@ class Detector(Protocol):
     def reconverge(self, w: Warp, group: Group) -> None:
         """Groups of lanes met: no ordering follows from it."""
 
-    def fence(self, w: Warp, ins: Instruction) -> None:
-        """Any fence, membar, proxy fence or wgmma.fence."""
+    def fence(self, w: Warp, ins: Instruction, address: Any) -> None:
+        """Any fence, membar, proxy fence or wgmma.fence; ``address`` of a tensor map's."""
 
     def wgmma_issue(self, w: Warp, m: Wgmma) -> None:
         """A warp issued a wgmma."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megamoe.runtime.vgpu.clocks import ALL, GENERIC, LANES, Agents, Clock, lane_array
+from megamoe.runtime.vgpu.clocks import ALL, GENERIC, LANES, TENSORMAP, Agents, Clock, lane_array
 from megamoe.runtime.vgpu.findings import Findings, Touch
 from megamoe.runtime.vgpu.missing_edge import explain
 from megamoe.runtime.vgpu.shadow import LANE_BITS, LANE_MASK, Records, Shadow
@@ -183,6 +183,8 @@ class Core:
                 lanes &= ~bits
         index = base + lane_array(lanes)
         late = clock[GENERIC].take(index) < time
+        if row == TENSORMAP:
+            return lanes
         if row != GENERIC:
             late |= clock[row].take(index) < time
         out = 0

@@ -163,8 +163,15 @@ def cluster(ins: Instruction, op: Opcode) -> Op:
 
 
 def fence(ins: Instruction, op: Opcode) -> Op:
-    """Every fence and membar."""
-    return make(ins, lambda e: e.line(f"fence(w,{e.const(ins, 'I')})"), 0, pure=False)
+    """Every fence and membar; one for a tensor map names its address."""
+
+    def emit(e: Emitter) -> None:
+        where = ""
+        if ins.operands and isinstance(ins.operands[0], Mem):
+            where = f",{address(e, ins.operands[0], False)[0]}"
+        e.line(f"fence(w,{e.const(ins, 'I')}{where})")
+
+    return make(ins, emit, 0, pure=False)
 
 
 def setmaxnreg(ins: Instruction, op: Opcode) -> Op:

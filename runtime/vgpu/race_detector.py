@@ -91,6 +91,7 @@ class RaceDetector:
     def run_started(self) -> None:
         """Find what the host has written since the last run."""
         self.core.findings.start_run()
+        self.copies.map_fences.clear()
         self.run += 1
         for region in self.world.memory.regions:
             sh = region.shadow
@@ -240,9 +241,12 @@ class RaceDetector:
     def reconverge(self, w: Warp, group: Group) -> None:
         """No ordering follows from reconvergence."""
 
-    def fence(self, w: Warp, ins: Instruction) -> None:
+    def fence(self, w: Warp, ins: Instruction, address: Any) -> None:
         """Any fence."""
-        self.words.fence(w, ins)
+        if "tensormap" in ins.opcode:
+            self.copies.map_fence(w, ins, address)
+        else:
+            self.words.fence(w, ins)
 
     # -- wgmma -------------------------------------------------------------------------------
     def wgmma_issue(self, w: Warp, m: Wgmma) -> None:

@@ -412,7 +412,7 @@ def set_max_registers(w: Warp, ins: Instruction, number: int, grow: bool) -> boo
     return False
 
 
-def fence(w: Warp, ins: Instruction) -> None:
+def fence(w: Warp, ins: Instruction, address: Any = None) -> None:
     """All fences: memory is sequentially consistent here, only a detector cares."""
     if w.world.detector is not None:
-        w.world.detector.fence(w, ins)
+        w.world.detector.fence(w, ins, address)

@@ -17,7 +17,6 @@ from megamoe.runtime.vgpu.clocks import (
     GLOBAL,
     LANES,
     SHARED,
-    TENSORMAP,
     Clock,
     WarpClock,
 )
@@ -140,7 +139,7 @@ class SyncWords:
         """Learn from those entries whose scope and ours fit."""
         for (released, _), (other, clock) in entries.items():
             if includes(released, other, w) and includes(scope, w, other):
-                hb.learn(bits, clock)
+                hb.learn(bits, clock, other.cta.cluster is w.cta.cluster)
             else:
                 side = "release" if not includes(released, other, w) else "acquire"
                 small = released if side == "release" else scope
@@ -191,9 +190,7 @@ class SyncWords:
         words = ins.opcode.split(".")
         found: tuple[str, Any] = ("none", None)
         if "proxy" in words:
-            if any(x.startswith("tensormap") for x in words):
-                found = ("proxy", (TENSORMAP,))
-            elif any(x.startswith("async") for x in words):
+            if any(x.startswith("async") for x in words):
                 rows: tuple[int, ...] = (GLOBAL, SHARED)
                 if "global" in words:
                     rows = (GLOBAL,)
