@@ -24,6 +24,9 @@ class LocalGroup:
         run: executes what has been launched on all devices (a vgpu world's ``run``, a CUDA
             synchronise) and returns its report.
         replicas, grid, timeout_s, check_invalid_ids: as for ``PeSession``.
+
+    ``last_report`` is the report of the last run, also after a call that raised what the kernels
+    reported.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class LocalGroup:
         if len(devices) != problem.num_pes:
             raise ValueError(f"devices: got {len(devices)}, num_pes is {problem.num_pes}")
         self._run = run
+        self.last_report: object = None
         blocks = allocate_symmetric(devices, symmetric_block(problem).nbytes)
         self.sessions = [
             PeSession(
@@ -91,7 +95,7 @@ class LocalGroup:
                 y_TH=y[pe],
                 residual_TH=None if residual is None else residual[pe],
             )
-        report = self._run()
+        report = self.last_report = self._run()
         errors = []
         for session in self.sessions:
             try:

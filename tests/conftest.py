@@ -1,4 +1,4 @@
-"""Puts this folder on the import path, so that every kind of test shares `case_data`, and keeps the
+"""Puts this folder on the import path, so that tests share its helpers, and keeps the
 images that tests compile: one compilation serves all workers and the next run."""
 
 import os

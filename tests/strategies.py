@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
-from case_data import Inputs, make_inputs
 from hypothesis import strategies as st
 
 from megamoe import MoEConfig, checks
@@ -26,6 +25,7 @@ from megamoe.config import (
     W13Layout,
     WeightAt,
 )
+from megamoe.verify.inputs import Inputs, make_inputs
 
 MAX_SIZE = 320
 MAX_EXPERTS = 12

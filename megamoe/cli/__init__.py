@@ -7,6 +7,7 @@ from megamoe.cli.cache import cache_command
 from megamoe.cli.compile import compile_command
 from megamoe.cli.demo import demo_command
 from megamoe.cli.plan import plan_command
+from megamoe.cli.verify import verify_command
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -19,3 +20,4 @@ main.add_command(demo_command)
 main.add_command(compile_command)
 main.add_command(cache_command)
 main.add_command(plan_command)
+main.add_command(verify_command)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 JSON_OPTION = click.option(
     "--json",
@@ -43,6 +50,26 @@ def steps(total: int) -> Iterator[Steps]:
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
         yield Steps(progress, total)
+
+
+@contextmanager
+def counter() -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
+    """(tick, total): a bar over a count of things of which only the number matters."""
+    columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(),
+               TextColumn("{task.description}"))  # fmt: skip
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=None)
+
+        def tick(text: str) -> None:
+            progress.update(task, advance=1, description=text)
+
+        def total(count: int) -> None:
+            progress.update(task, total=count)
+
+        yield tick, total
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 import torch
-from case_data import Inputs
 
 from megamoe import MoEConfig
+from megamoe.verify.inputs import Inputs
 
 
 def scalar_activation(cfg: MoEConfig, gate: float, up: float) -> float:

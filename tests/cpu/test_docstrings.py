@@ -22,6 +22,8 @@ EXAMPLES = {  # module -> examples it has, so that a lost example is noticed
     "megamoe.cli.cache": 1,
     "megamoe.planning": 3,
     "megamoe.runtime.launch": 3,
+    "megamoe.verify.cases": 1,
+    "megamoe.verify.regions": 2,
 }
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from case_data import make_inputs
 
 from megamoe import MoEConfig
 from megamoe.activations import activate
 from megamoe.config import CLAMPED
 from megamoe.error_bound import LIPSCHITZ, _activation_and_error, error_bound
 from megamoe.reference import moe_oracle
+from megamoe.verify.inputs import make_inputs
 
 CFG = MoEConfig(hidden=512, intermediate=256, num_experts=8, top_k=4, num_pes=2, max_tokens=128)
 

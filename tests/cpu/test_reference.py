@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from case_data import make_inputs
 from loops import by_loops
 
 from megamoe import MoEConfig
 from megamoe.reference import moe_oracle
+from megamoe.verify.inputs import make_inputs
 
 CFG = MoEConfig(
     hidden=64, intermediate=64, num_experts=4, top_k=2, num_pes=2, max_tokens=128, activation="relu"

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from case_data import Inputs, make_inputs
 from loops import by_loops
 
 from megamoe import MoEConfig
 from megamoe.config import ACTIVATIONS
 from megamoe.reference import moe_oracle, sum_slots_by_pe
 from megamoe.routes import route_slots
+from megamoe.verify.inputs import Inputs, make_inputs
 
 CFG = MoEConfig(
     hidden=16, intermediate=24, num_experts=4, top_k=2, num_pes=2, max_tokens=64, activation="relu"

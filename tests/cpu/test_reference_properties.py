@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from case_data import Inputs, weights_per_pe
 from hypothesis import HealthCheck, given, settings
 from strategies import Call, calls, layers
 
@@ -17,6 +16,7 @@ from megamoe.checks import check_kernel_support
 from megamoe.error_bound import error_bound
 from megamoe.reference import moe_oracle, moe_tokens
 from megamoe.routes import route_slots
+from megamoe.verify.inputs import Inputs, weights_per_pe
 
 
 def examples(count: int) -> Callable[[Any], Any]:

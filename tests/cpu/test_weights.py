@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from case_data import make_inputs
 
 from megamoe import MoEConfig
 from megamoe.reference import moe_oracle
+from megamoe.verify.inputs import make_inputs
 from megamoe.weights import canonical_weights, split_experts, split_per_pe
 
 CFG = MoEConfig(

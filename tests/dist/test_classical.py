@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from case_data import Inputs, make_inputs, weights_per_pe
 
 from megamoe import MoEConfig
 from megamoe.classical import moe_classical
 from megamoe.reference import moe_oracle
+from megamoe.verify.inputs import Inputs, make_inputs, weights_per_pe
 
 SCATTERED = [(1, 0), (0, 1), (3, 0), (1, 1), (0, 0), (2, 0), (2, 1), (3, 1), (0, 2), (1, 2)]
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from case_data import make_inputs
 
 from megamoe import MegaMoE, MoEConfig
 from megamoe.error_bound import error_bound
@@ -22,6 +21,7 @@ from megamoe.reference import moe_oracle
 from megamoe.runtime.errors import MegaMoEError, TransportError
 from megamoe.runtime.group import DistGroup, agree, group_of
 from megamoe.runtime.transports.choose import choose_transport
+from megamoe.verify.inputs import make_inputs
 
 pytestmark = pytest.mark.dist
 CPU = torch.device("cpu")

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from forward_cases import CASES, Case, assert_same_bits, call, expected, layer
+from forward_cases import assert_same_bits
 
 from megamoe.error_bound import error_bound
 from megamoe.reference import moe_oracle
 from megamoe.runtime.errors import MegaMoETimeout, PoolCapacityError
+from megamoe.verify.cases import CASES, Case, call, expected, layer
 
 BY_NAME = {case.name: case for case in CASES}
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

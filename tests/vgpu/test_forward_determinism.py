@@ -1,7 +1,9 @@
 """The same inputs give the same bits whatever the schedule and the completion of copies."""
 
 import pytest
-from forward_cases import CASES, Case, assert_same_bits, call, layer
+from forward_cases import assert_same_bits
+
+from megamoe.verify.cases import CASES, Case, call, layer
 
 SEEDS = 20
 RAGGED = next(case for case in CASES if case.name == "ragged")

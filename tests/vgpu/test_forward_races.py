@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from forward_cases import CASES, assert_same_bits, call, expected, layer
+from forward_cases import assert_same_bits
+
+from megamoe.verify.cases import CASES, call, expected, layer
 
 BY_NAME = {case.name: case for case in CASES}
 WAYS = [("round_robin", "eager", 0), ("random", "late", 1), ("starve", "random", 2)]

@@ -1,9 +1,10 @@
 """One run, two devices: the block that ``cuda`` hands to the driver is the one vgpu interprets."""
 
 from cuda_tee import TeeDevice
-from forward_cases import CASES, assert_same_bits, call, expected, layer
+from forward_cases import assert_same_bits
 
 from megamoe.cute_kernels.abi import PARAMETERS
+from megamoe.verify.cases import CASES, call, expected, layer
 
 
 def test_cuda_and_vgpu_get_the_same_block(monkeypatch):

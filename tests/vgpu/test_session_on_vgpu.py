@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from case_data import make_inputs
 from forward_cases import assert_same_bits
 
 from megamoe import MegaMoE, MoEConfig, Session
@@ -14,6 +13,7 @@ from megamoe.reference import moe_oracle
 from megamoe.runtime.devices.vgpu import VgpuDevice
 from megamoe.runtime.errors import InvalidExpertId
 from megamoe.runtime.vgpu.world import World
+from megamoe.verify.inputs import make_inputs
 
 
 class RunningDevice(VgpuDevice):

@@ -1,4 +1,5 @@
-"""Seeded inputs for the tests of the oracle and of everything compared with it.
+"""Seeded inputs for verification and tests: small integers, so that results agree bit for bit, or
+random values.
 
 Legend: P PEs, T tokens, H hidden, E experts, K experts per token, I intermediate, G fc1 rows.
 """
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megamoe import MoEConfig
+from megamoe.config import MoEConfig
 from megamoe.weights import split_experts, split_per_pe
 
 

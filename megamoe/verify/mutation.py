@@ -1,0 +1,192 @@
+"""Mutation testing: every mutant of the shipped kernel must be reported, or be known as equivalent.
+
+Mutants run in parallel processes, on the runs that execute the mutated instruction, cheapest
+first, and stop at the first defect. `equivalent.json` lists the mutants that change nothing, by
+place, opcode and kind, each with a reason that a reader can check in the source; they too run, but
+only on the cheapest `SPOT_CHECKS` runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megamoe.cute_kernels.image import Image
+from megamoe.lowering import kernel_problem
+from megamoe.runtime.vgpu.errors import VgpuError
+from megamoe.runtime.vgpu.mutate import Mutant, mutants_of
+from megamoe.testing import compiled
+from megamoe.verify.cases import MUTATION_CASES, Case
+from megamoe.verify.runs import Outcome, Run, data_of, execute
+
+EQUIVALENT_FILE = Path(__file__).with_name("equivalent.json")
+PATIENCE = 10.0
+"""A mutant that runs so many times longer than the kernel, plus a margin, hangs."""
+MARGIN_S = 60.0
+SPOT_CHECKS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of a mutant: ``killed_by`` names the run and defect, empty if nobody saw it;
+    ``runs`` are the runs that execute its instruction (for a killed one, those up to the kill)."""
+
+    mutant: Mutant
+    killed_by: str = ""
+    kind: str = ""
+    reason: str = ""
+    runs: int = 0
+
+    @property
+    def state(self) -> str:
+        """``killed``, ``equivalent`` or ``survivor``."""
+        return "killed" if self.killed_by else "equivalent" if self.reason else "survivor"
+
+
+@dataclass(kw_only=True)
+class MutationResult:
+    """All verdicts. ``unused`` are entries of the equivalent list that no mutant needs."""
+
+    verdicts: list[Verdict]
+    unused: list[str] = field(default_factory=list)
+
+    def of(self, state: str) -> list[Verdict]:
+        """Verdicts of one state."""
+        return [v for v in self.verdicts if v.state == state]
+
+    def as_json(self) -> dict[str, Any]:
+        """The ``mutation`` object of ``megamoe verify --json``."""
+        return {
+            "mutants": len(self.verdicts),
+            "killed": len(self.of("killed")),
+            "equivalent": [
+                {"mutant": v.mutant.description, "key": v.mutant.key, "reason": v.reason}
+                for v in self.of("equivalent")
+            ],
+            "survivors": [
+                {"mutant": v.mutant.description, "key": v.mutant.key, "runs": v.runs}
+                for v in self.of("survivor")
+            ],
+            "unused_equivalent": self.unused,
+        }
+
+
+def equivalent_reasons(path: Path = EQUIVALENT_FILE) -> dict[str, str]:
+    """Mutant key → reason."""
+    entries = json.loads(path.read_text())
+    return {key: entry["reason"] for entry in entries for key in entry["keys"]}
+
+
+def mutation_runs(cases: Sequence[Case] = MUTATION_CASES) -> list[Run]:
+    """One run a case; the detector judges what is not ordered, whatever order a run took, so the
+    policies only take turns."""
+    policies = (("round_robin", "eager"), ("random", "late"))
+    return [
+        Run(case=case, seed=1, schedule=policies[i % 2][0], completion=policies[i % 2][1])
+        for i, case in enumerate(cases)
+    ]
+
+
+def unchanged(run: Run) -> Outcome:
+    """Run the unchanged kernel, decoded anew, so that the executed lines are those of this run."""
+    image: Image = _SHARED["image"]
+    outcome = execute(run, image=replace(image, ptx=f"{image.ptx}\n// {run}\n"))
+    outcome.report = None
+    return outcome
+
+
+class _Hang(Exception):
+    """A mutant took far longer than the kernel."""
+
+
+def _alarm(_signal: int, _frame: Any) -> None:
+    raise _Hang
+
+
+# What forked workers inherit: the kernel and the outcomes of the unchanged kernel.
+_SHARED: dict[str, Any] = {}
+
+
+def judge(mutant: Mutant) -> Verdict:
+    """Run one mutant until something is wrong with it."""
+    image, outcomes = _SHARED["image"], _SHARED["outcomes"]
+    mutated = replace(image, ptx=mutant.apply(image.ptx))
+    listed = mutant.key in _SHARED["reasons"]
+    covering = [clean for clean in outcomes if mutant.line in clean.lines]
+    for done, clean in enumerate(covering[:SPOT_CHECKS] if listed else covering, 1):
+        signal.signal(signal.SIGALRM, _alarm)
+        signal.alarm(int(MARGIN_S + PATIENCE * clean.seconds))
+        try:
+            outcome = execute(clean.run, image=mutated, first_only=True)
+        except _Hang:
+            return Verdict(mutant=mutant, killed_by=f"{clean.run}: hangs", kind="hang", runs=done)
+        finally:
+            signal.alarm(0)
+        if outcome.defects:
+            defect = outcome.defects[0]
+            text = f"{clean.run}: {defect.text}"
+            return Verdict(mutant=mutant, killed_by=text, kind=defect.kind, runs=done)
+    return Verdict(mutant=mutant, runs=len(covering))
+
+
+def run_mutation(
+    *,
+    cases: Sequence[Case] = MUTATION_CASES,
+    processes: int = 2,
+    chosen: Callable[[Mutant], bool] = lambda _: True,
+    tick: Callable[[str], None] = lambda _: None,
+    total: Callable[[int], None] = lambda _: None,
+) -> MutationResult:
+    """Judge the mutants of the kernel that ``cases`` share.
+
+    Args:
+        cases: what mutants run; all must compile to one kernel.
+        processes: how many at a time.
+        chosen: which mutants; the default is all of them.
+        tick: told what has just been done; total: told how many ticks there will be.
+
+    Raises:
+        ValueError: the cases do not share a kernel. VgpuError: the unchanged kernel is not clean.
+    """
+    problems = {kernel_problem(case.cfg) for case in cases}
+    if len(problems) != 1:
+        raise ValueError(f"cases: {len(problems)} kernels, mutants need one")
+    image = compiled(problems.pop())
+    mutants = [mutant for mutant in mutants_of(image.ptx) if chosen(mutant)]
+    runs = mutation_runs(cases)
+    total(len(runs) + len(mutants))
+    torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
+    reasons = equivalent_reasons()
+    _SHARED.update(image=image, reasons=reasons)
+    outcomes: list[Outcome] = []
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        for outcome in pool.imap_unordered(unchanged, runs):
+            tick(f"unchanged: {outcome.run}")
+            if outcome.defects:
+                raise VgpuError(f"{outcome.run}, unchanged: {outcome.defects[0].text}")
+            outcomes.append(outcome)
+    for run in runs:
+        data_of(run.case, run.seed)
+    _SHARED["outcomes"] = sorted(outcomes, key=lambda o: o.warp_instructions)
+    verdicts = []
+    gc.collect()
+    gc.freeze()  # forked workers share these pages as long as nobody counts references anew
+    # A worker is replaced now and then: every decoded mutant stays in its memory.
+    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=16) as pool:
+        for verdict in pool.imap_unordered(judge, mutants):
+            tick(f"{verdict.state}: {verdict.mutant.key}")
+            verdicts.append(verdict)
+    survivors = {v.mutant.key for v in verdicts if not v.killed_by}
+    verdicts = [
+        v if v.killed_by else replace(v, reason=reasons.get(v.mutant.key, "")) for v in verdicts
+    ]
+    verdicts.sort(key=lambda v: (v.mutant.line, v.mutant.kind))
+    return MutationResult(verdicts=verdicts, unused=sorted(set(reasons) - survivors))

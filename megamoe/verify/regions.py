@@ -1,0 +1,52 @@
+"""Addresses of a finding as elements of the workspace table instead of bytes of a block."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+from megamoe.cute_kernels.problem import Problem
+from megamoe.cute_kernels.workspace import DTYPE_BYTES, Block, local_block, symmetric_block
+from megamoe.runtime.vgpu.findings import Finding
+
+_BYTE = re.compile(r"\b(local|symmetric)\[(\d+)\]")
+
+
+def element(block: Block, byte: int) -> str:
+    """The region and index of a byte of a block.
+
+    >>> block = Block.of(("a", "u32", (3,)), ("b", "bf16", (2, 8)))
+    >>> element(block, 256 + 2 * 11), element(block, 250)
+    ('b[1, 3]', '[250]')
+    """
+    for region in block.regions:
+        if 0 <= byte - region.offset < region.nbytes:
+            index = (byte - region.offset) // DTYPE_BYTES[region.dtype]
+            places = []
+            for position, size in enumerate(region.shape):
+                step = math.prod(region.shape[position + 1 :])
+                places.append(str(index // step % size))
+            return f"{region.name}[{', '.join(places)}]"
+    return f"[{byte}]"
+
+
+def named(text: str, problem: Problem) -> str:
+    """``local[…]`` and ``symmetric[…]`` in a text become elements of their regions."""
+    blocks = {"local": local_block(problem), "symmetric": symmetric_block(problem)}
+    return _BYTE.sub(lambda m: element(blocks[m[1]], int(m[2])), text)
+
+
+def named_finding(finding: Finding, problem: Problem) -> Finding:
+    """A finding that names workspace regions."""
+    return replace(
+        finding,
+        message=named(finding.message, problem),
+        where=named(finding.where, problem),
+        missing_edge=named(finding.missing_edge, problem),
+    )
+
+
+def region_of(finding: Finding) -> str:
+    """The region of a named finding: ``pool_x`` of ``pool_x[3, 5]``."""
+    return re.split(r"[\[+]", finding.where, maxsplit=1)[0]

@@ -1,0 +1,191 @@
+"""`megamoe verify`: runs, counts, exit status, pages, mutation testing of the forward kernel."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from megamoe import testing
+from megamoe.cli import main
+from megamoe.lowering import kernel_problem
+from megamoe.runtime.vgpu.mutate import Mutant, mutants_of
+from megamoe.verify import mutation
+from megamoe.verify.cases import CASES_BY_NAME, MUTATION_CASES, VERIFY_CASES, Case
+from megamoe.verify.matrix import run_matrix
+from megamoe.verify.picture import page, trace
+from megamoe.verify.runs import Run, execute, plan_runs
+
+TINY = Case(name="tiny", tokens=(3, 5), route="one")
+COUNTS = ["cases", "runs", "races", "poison_reads", "deadlocks", "wrong_results"]
+
+
+def image_of(case: Case):
+    return testing.compiled(kernel_problem(case.cfg))
+
+
+def pick(place: str, opcode: str, kind: str, case: Case = TINY) -> Mutant:
+    """The first mutant of the case's kernel with such a place, opcode and kind."""
+    return next(
+        m
+        for m in mutants_of(image_of(case).ptx)
+        if place in m.place and m.kind == kind and " ".join(m.old.split()).startswith(opcode)
+    )
+
+
+BROKEN = {
+    "race": ("fc1_epilogue.py:", "cp.async.bulk.wait_group 0", "drop"),
+    "deadlock": ("place.py:", "mbarrier.arrive.release", "drop"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_kernel_is_reported_as_what_it_is(kind: str) -> None:
+    mutant = pick(*BROKEN[kind])
+    image = image_of(TINY)
+    broken = replace(image, ptx=mutant.apply(image.ptx))
+    outcome = execute(Run(case=TINY), image=broken, first_only=True)
+    assert [d.kind for d in outcome.defects] == [kind]
+
+
+def test_a_wrong_result_is_reported_without_the_detector() -> None:
+    """A store to `y` that loses its second half."""
+    image = image_of(TINY)
+    lines = image.ptx.split("\n")
+    add = next(i for i, text in enumerate(lines) if "max.NaN.f32" in text or "max.f32" in text)
+    lines[add] = lines[add].replace("max", "min")
+    broken = replace(image, ptx="\n".join(lines))
+    outcome = execute(Run(case=TINY), image=broken, detect=False)
+    assert [d.kind for d in outcome.defects] == ["wrong_result"]
+
+
+def test_a_case_that_must_fail_is_clean_if_it_does() -> None:
+    case = CASES_BY_NAME["small_pool"]
+    assert execute(Run(case=case)).defects == []
+    # The same calls, expected to succeed, and calls that succeed, expected to fail.
+    (defect,) = execute(Run(case=replace(case, fails=""))).defects
+    assert defect.kind == "wrong_error"
+    (defect,) = execute(Run(case=replace(TINY, fails="capacity"))).defects
+    assert defect.text == "no PoolCapacityError was raised"
+
+
+def test_command_counts_and_succeeds(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = CliRunner().invoke(
+        main, ["verify", "--case", "no_tokens", "--pes", "3", "--seeds", "2", "--json", str(path)]
+    )
+    assert result.exit_code == 0, result.output
+    values = json.loads(path.read_text())
+    assert [values[key] for key in COUNTS] == [1, 2, 0, 0, 0, 0]
+    assert values["warp_instructions"] > 1000
+    assert values["findings"] == []
+    assert "mutation" not in values
+
+
+def test_command_fails_on_a_finding_and_draws_it(monkeypatch, tmp_path: Path) -> None:
+    case = CASES_BY_NAME["all_to_one_expert"]
+    image = image_of(case)
+    mutant = pick(*BROKEN["race"], case=case)
+    broken = replace(image, ptx=mutant.apply(image.ptx))
+    monkeypatch.setattr(testing, "compiled", lambda *_: broken)
+    path, folder = tmp_path / "out.json", tmp_path / "pages"
+    result = CliRunner().invoke(
+        main,
+        ["verify", "--case", case.name, "--schedule", "round_robin", "--completion", "late",
+         "--json", str(path), "--out", str(folder)],
+    )  # fmt: skip
+    assert result.exit_code == 1, result.output
+    values = json.loads(path.read_text())
+    assert values["races"] > 0
+    assert "pool_h[" in values["findings"][0]["text"]
+    (drawn,) = folder.iterdir()
+    text = drawn.read_text()
+    assert text.count("<circle") == 2
+    assert "(load)" in text
+
+
+def test_command_refuses_unknown_cases() -> None:
+    result = CliRunner().invoke(main, ["verify", "--case", "nothing"])
+    assert result.exit_code == 1
+    assert "there are one_pe" in result.output
+    assert CliRunner().invoke(main, ["verify", "--all", "--case", "k1"]).exit_code == 2
+
+
+def test_a_clean_run_has_no_marks() -> None:
+    picture = trace(Run(case=TINY))
+    assert picture.times == (None, None)
+    assert "no defect" in page(picture)
+    assert "<circle" not in page(picture)
+
+
+def test_runs_take_turns_through_the_policies() -> None:
+    runs = plan_runs(VERIFY_CASES, seeds=3)
+    assert len(runs) == 3 * len(VERIFY_CASES)
+    assert len({(r.schedule, r.completion) for r in runs}) == 9
+    fixed = plan_runs(VERIFY_CASES, seeds=1, schedule="starve", completion="late")
+    assert {(r.schedule, r.completion) for r in fixed} == {("starve", "late")}
+
+
+SAMPLE = (
+    ("place.py:", "fence.proxy.async", "drop"),
+    ("place.py:await_routes", "ld.acquire", "scope"),
+    ("place.py:await_routes", "ld.acquire", "skip"),
+    ("load.py:", "mbarrier.arrive.expect_tx", "less"),
+    ("fc2_epilogue.py:", "red.release", "relax"),
+    ("init_barriers", "fence.mbarrier_init", "drop"),
+)
+
+
+def test_a_sample_of_mutants(monkeypatch) -> None:
+    """All are killed but the last, which is a survivor until it is listed."""
+    cases = MUTATION_CASES[:2]
+    wanted = {(pick(*sample, case=cases[1]).line, sample[2]) for sample in SAMPLE}
+
+    def chosen(mutant: Mutant) -> bool:
+        return (mutant.line, mutant.kind) in wanted
+
+    monkeypatch.setattr(mutation, "equivalent_reasons", dict)
+    result = mutation.run_mutation(cases=cases, chosen=chosen)
+    assert len(result.verdicts) == len(SAMPLE)
+    (survivor,) = result.of("survivor")
+    assert survivor.mutant.opcode.startswith("fence.mbarrier_init")
+    listed = {survivor.mutant.key: "because", "gone.py:f:bar.sync:drop": "no longer there"}
+    monkeypatch.setattr(mutation, "equivalent_reasons", lambda: listed)
+    values = mutation.run_mutation(cases=cases, chosen=chosen).as_json()
+    assert values["mutants"] == len(SAMPLE)
+    assert values["killed"] == len(SAMPLE) - 1
+    assert values["survivors"] == []
+    assert [e["reason"] for e in values["equivalent"]] == ["because"]
+    assert values["unused_equivalent"] == ["gone.py:f:bar.sync:drop"]
+
+
+def test_mutation_cases_share_a_kernel() -> None:
+    assert len({kernel_problem(case.cfg) for case in MUTATION_CASES}) == 1
+    with pytest.raises(ValueError, match="2 kernels"):
+        mutation.run_mutation(cases=(TINY, MUTATION_CASES[0]))
+
+
+def test_equivalent_entries_have_reasons() -> None:
+    reasons = mutation.equivalent_reasons()
+    assert all(len(reason.split()) > 5 for reason in reasons.values())
+
+
+@pytest.mark.slow
+def test_fifty_runs_are_clean() -> None:
+    started = time.perf_counter()
+    result = run_matrix(plan_runs(VERIFY_CASES, seeds=3))
+    assert len(result.outcomes) >= 50
+    assert [str(o.run) for o in result.failed] == []
+    print(f"{len(result.outcomes)} runs in {time.perf_counter() - started:.0f} s")
+
+
+@pytest.mark.slow
+def test_every_mutant_is_reported_or_equivalent() -> None:
+    result = mutation.run_mutation()
+    assert len(result.verdicts) >= 150
+    assert [v.mutant.description for v in result.of("survivor")] == []
+    assert result.unused == []
