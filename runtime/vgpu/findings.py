@@ -125,7 +125,7 @@ class Findings:
         key = (kind, line_1, line_2, extra)
         seen = self.counts.get(key, 0)
         self.counts[key] = seen + 1
-        return seen == 0 and len(self.items) < self.limit
+        return seen == 0 and len(self.items) - self.run_start < self.limit
 
     def add(
         self, kind: str, first: AccessPlace | None, second: AccessPlace, missing: str,

@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from megamoe.runtime.vgpu.world import World
 
 
+COMPACT_AT = 100_000
+"""So many records, and those that nothing refers to are dropped at the end of a run."""
+
+
 class RaceDetector:
     """Finds races, missing proxy fences and uses of never-written bytes in the runs of a world.
 
@@ -106,9 +110,12 @@ class RaceDetector:
         for clock in self.pe_clocks:
             for row in (GLOBAL, SHARED):
                 np.maximum(clock[row], clock[GENERIC], out=clock[row])
-        for region in self.world.memory.regions:
-            if region.shadow is not None and region.kind == "global":
-                region.shadow.snapshot = region.data.copy()
+        self.core.scope_notes.clear()
+        regions = [r for r in self.world.memory.regions if r.shadow is not None]
+        for region in regions:
+            region.shadow.snapshot, region.shadow.ran = region.data.copy(), True
+        if len(self.core.records.touch) > COMPACT_AT:
+            self.core.records.compact([region.shadow for region in regions])
 
     def host_writes(self, sh: Shadow) -> None:
         """Bytes that differ from the end of the last run were written by the host of the region's
@@ -119,11 +126,8 @@ class RaceDetector:
         if not len(changed):
             return
         cells = np.unique(changed >> sh.grain)
-        before = np.abs(sh.writes[cells])
-        first = before <= HOST_ID
-        sh.writes[cells[first & (sh.reads[cells] == 0)]] = HOST_ID
-        cells = cells[~(first & (sh.reads[cells] == 0))]
-        if not len(cells):
+        if not sh.ran:
+            sh.writes[cells] = HOST_ID
             return
         core, pe = self.core, region.pe
         column = core.agents.column(("host_pe", pe))

@@ -9,22 +9,23 @@ control flow finds, for each wgmma, a register write that can reach it without a
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from megamoe.runtime.vgpu.ptx_ast import Instruction
 
 if TYPE_CHECKING:
     from megamoe.runtime.vgpu.program import Program
 
-_CACHE: dict[int, tuple[Program, dict[int, Instruction]]] = {}
+_CACHE: WeakKeyDictionary[Program, dict[int, Instruction]] = WeakKeyDictionary()
 State = dict[int, Instruction]
 
 
 def unfenced(program: Program) -> dict[int, Instruction]:
     """Index of a wgmma → an instruction that wrote one of its registers after the last fence."""
-    found = _CACHE.get(id(program))
-    if found is None or found[0] is not program:
-        found = _CACHE[id(program)] = (program, analyse(program))
-    return found[1]
+    found = _CACHE.get(program)
+    if found is None:
+        found = _CACHE[program] = analyse(program)
+    return found
 
 
 def analyse(program: Program) -> dict[int, Instruction]:

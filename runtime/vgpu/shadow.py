@@ -57,6 +57,25 @@ class Records:
         """The access an id stands for."""
         return self.touch[abs(id_) >> LANE_BITS]
 
+    def compact(self, shadows: list[Shadow]) -> None:
+        """Forget the records that no shadow refers to any more."""
+        used = np.zeros(len(self.touch), np.bool_)
+        used[:2] = True
+        arrays = [ids for sh in shadows for ids in (sh.writes, sh.reads)]
+        arrays += [o.ids for sh in shadows for o in sh.overflow.values()]
+        for ids in arrays:
+            used[np.abs(ids) >> LANE_BITS] = True
+        kept = np.flatnonzero(used)
+        number = np.zeros(len(used), np.int32)
+        number[kept] = np.arange(len(kept), dtype=np.int32)
+        for ids in arrays:
+            plain = np.abs(ids)
+            new = number[plain >> LANE_BITS] << LANE_BITS | plain & LANE_MASK
+            ids[:] = np.where(ids < 0, -new, new)
+        self.column[: len(kept)] = self.column[kept]
+        self.time[: len(kept)] = self.time[kept]
+        self.touch = [self.touch[i] for i in kept.tolist()]
+
     def agent(self, id_: int) -> tuple[int, int]:
         """(column, time) of an id."""
         n = abs(id_) >> LANE_BITS
@@ -118,8 +137,8 @@ class Shadow:
     """The shadow of one region."""
 
     __slots__ = (
-        "grain", "host_owned", "marks", "overflow", "overflow_cells", "reads", "region", "size",
-        "snapshot", "word_bytes", "words", "writes",
+        "grain", "host_owned", "marks", "overflow", "overflow_cells", "ran", "reads", "region",
+        "size", "snapshot", "word_bytes", "words", "writes",
     )  # fmt: skip
 
     def __init__(self, region: Region, written: bool) -> None:
@@ -135,6 +154,7 @@ class Shadow:
         self.words: dict[int, Word] = {}
         self.word_bytes = (self.size, -1)  # bounds of their offsets
         self.snapshot: NDArray[np.uint8] | None = None
+        self.ran = False  # part of an earlier run
 
     def refine(self, grain: int) -> None:
         """Make cells ``1 << grain`` bytes."""

@@ -51,7 +51,7 @@ class SyncWords:
 
     def __init__(self, core: Core) -> None:
         self.core = core
-        self.parsed: dict[int, tuple[str, Any]] = {}
+        self.parsed: dict[str, tuple[str, Any]] = {}
 
     # -- accesses ----------------------------------------------------------------------------
     def access(self, w: Warp, a: Access, region: Region, offsets: Any, lanes: Any) -> None:
@@ -173,7 +173,7 @@ class SyncWords:
     # -- fences ------------------------------------------------------------------------------
     def fence(self, w: Warp, ins: Instruction) -> None:
         """Any fence, membar or proxy fence."""
-        kind, what = self.parsed.get(id(ins)) or self.parse(ins)
+        kind, what = self.parsed.get(ins.opcode) or self.parse(ins)
         hb: WarpClock = w.hb
         bits = w.cur.bits
         if kind == "proxy":
@@ -203,7 +203,7 @@ class SyncWords:
             found = ("memory", {"cta": "cta", "gl": "gpu", "sys": "sys"}[words[1]])
         elif words[0] == "fence":
             found = ("memory", next((x for x in words if x in SCOPES), "sys"))
-        self.parsed[id(ins)] = found
+        self.parsed[ins.opcode] = found
         return found
 
     def memory_fence(self, w: Warp, hb: WarpClock, scope: str, bits: int) -> None:

@@ -116,29 +116,37 @@ class WgmmaTracks:
             b_slabs.append((desc_b, m.n, m.trans_b, -1))
         touch = Touch(w, batch[0][0][0].ins, "asynchronous read", w.cur.bits)
         rec = self.core.records.add(column, time, touch)
+        whole = True
         if a_slabs:
-            self.operand(w, tuple(a_slabs), clock, rec, touch)
+            whole = self.operand(w, tuple(a_slabs), clock, rec, touch)[1]
         # Operand B is one read of the whole warpgroup: entered by the first warp, checked by all.
         key = (time, tuple(b_slabs))
         found = seen.get(key)
         if found is None:
             if len(seen) > 16:
                 seen.clear()
-            seen[key] = self.operand(w, key[1], clock, rec, touch)
+            found, written = self.operand(w, key[1], clock, rec, touch)
+            seen[key] = found
+            whole = whole and written
         else:
             for where, distinct in found:
                 self.reads(w, where, distinct, clock, touch)
+        if not whole:
+            self.unwritten(w, batch, touch)
 
-    def operand(self, w: Warp, slabs: tuple, clock: Clock, rec: int, touch: Touch) -> list:
-        """One operand of the batch: check it, remember the read; its distinct writes by run."""
+    def operand(
+        self, w: Warp, slabs: tuple, clock: Clock, rec: int, touch: Touch
+    ) -> tuple[list, bool]:
+        """One operand of the batch: check it, remember the read; its distinct writes by run, and
+        whether all of it was written."""
         sh: Shadow = w.cta.region.shadow
         records = self.core.records
         found = []
-        poison = False
+        whole = True
         for where in self.cells(w, slabs):
             ids = sh.writes[where]
             if np.minimum.reduce(ids) <= 0:
-                poison = True
+                whole = False
                 ids = np.abs(ids)
             distinct = distinct_of(ids)
             self.reads(w, where, distinct, clock, touch)
@@ -151,9 +159,7 @@ class WgmmaTracks:
                     if np.count_nonzero(late):
                         sh.displace(cells_of(where)[late], before[late], records)
             sh.reads[where] = rec
-        if poison:
-            self.unwritten(w, slabs, touch, sh)
-        return found
+        return found, whole
 
     def reads(self, w: Warp, where: slice, distinct: Any, clock: Clock, touch: Touch) -> None:
         """Races of operand reads with the writes of a run of cells."""
@@ -172,27 +178,28 @@ class WgmmaTracks:
         first, shift = (region.base - w.cta.smem_base) >> 4, 4 - region.shadow.grain
         return [slice(a - first << shift, b - first << shift) for a, b in runs_of(slabs)]
 
-    def unwritten(self, w: Warp, slabs: tuple, touch: Touch, sh: Shadow) -> None:
+    def unwritten(self, w: Warp, batch: list, touch: Touch) -> None:
         """Never-written operand bytes: whole rows only spoil rows of the product that nobody has
-        to use, but a row that is written in part is used in part."""
+        to use, but a row that is written in part is used in part. Instructions with the same
+        accumulators follow each other along k."""
+        sh: Shadow = w.cta.region.shadow
         first = (w.cta.region.base - w.cta.smem_base) >> 4
         shift = 4 - sh.grain
-        by_start: dict[Any, list] = {}
-        for desc, rows, mn_major, quarter in slabs:
-            index = operand_index(desc, rows, mn_major)
-            if quarter >= 0:
-                n = len(index) // 4
-                index = index[quarter * n : (quarter + 1) * n]
-            cells = (index - first) << shift
+        rows: dict[tuple, list] = {}
+        for (m, desc_a, desc_b, *_), _ in batch:
+            if desc_a is not None:
+                index = operand_index(desc_a, 64, m.trans_a)
+                n, q = len(index) // 4, w.index & 3
+                rows.setdefault((m.key, "a"), []).append(index[q * n : (q + 1) * n])
+            rows.setdefault((m.key, "b"), []).append(operand_index(desc_b, m.n, m.trans_b))
+        for parts in rows.values():
+            cells = (np.concatenate(parts, axis=1) - first) << shift
             marks = sh.writes[cells[..., None] + np.arange(1 << shift)] <= 0
-            kept = by_start.setdefault((rows, mn_major), [])
-            kept.append((marks, cells))
-            some, every = marks.any(axis=(1, 2)), marks.all(axis=(1, 2))
-            partial = some & ~every
+            partial = marks.any(axis=(1, 2)) & ~marks.all(axis=(1, 2))
             if partial.any():
                 row = int(np.argmax(partial))
                 k = int(np.argmax(marks[row].any(axis=1)))
-                cell = np.array([cells[row, k]])
+                cell = cells[row, k] + np.flatnonzero(marks[row, k])[:1]
                 self.core.poison(sh, cell, sh.writes[cell], touch)
                 return
 

@@ -110,3 +110,22 @@ def test_attached_to_a_world_with_memory():
         kernel = Kernel.from_ptx(entry(body, u64_params(1)))
         world.launch(pe=0, kernel=kernel, grid=1, block=32, args=[address + offset])
         assert [f.kind for f in world.run().findings] == kinds
+
+
+def test_records_are_dropped_between_runs(monkeypatch):
+    """Verdicts do not change when records that nothing refers to are forgotten."""
+    monkeypatch.setattr("megamoe.runtime.vgpu.race_detector.COMPACT_AT", 0)
+    world = World(pes=2, detect=True)
+    x = np.zeros(8, np.uint32)
+    world.register(x, name="x")
+    copy = """ld.param.u64 %d0, [p0]; mov.u32 %r0, %tid.x; setp.ge.u32 %p0, %r0, 4; @%p0 exit;
+    mad.wide.u32 %d1, %r0, 4, %d0; ld.global.u32 %r1, [%d1]; st.global.u32 [%d1+16], %r1;"""
+    kernel = Kernel.from_ptx(entry(copy, u64_params(1)))
+    for _ in range(5):
+        world.launch(pe=0, kernel=kernel, grid=1, block=32, args=[x])
+        assert world.run().findings == []
+        assert len(world.detector.core.records.touch) < 10
+    world.launch(pe=1, kernel=kernel, grid=1, block=32, args=[x])
+    findings = world.run().findings
+    assert [(f.access_1.pe, f.access_1.opcode) for f in findings] == [(0, "st.global.u32")]
+    assert findings[0].where == "x[4]"
