@@ -128,6 +128,7 @@ def layers(
             )
         ),
         combine=pick(checks.KERNEL_COMBINE, get_args(Combine)),
+        ring_rows=draw(st.sampled_from([None, None, 256, 384])),
     )
 
 

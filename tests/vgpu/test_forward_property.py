@@ -1,0 +1,46 @@
+"""Any small layer, any call: drawn by hypothesis, run on vgpu, compared with the oracle.
+
+An example compiles its own kernel, which takes most of the time. Examples come in chunks so that
+test workers share them; a chunk's seed is fixed, so a failure repeats.
+"""
+
+import pytest
+from feature_runs import check, run
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from strategies import Call, calls
+
+CHUNK = 20
+
+
+def run_chunk(number: int, *, integers: bool) -> int:
+    """Run ``CHUNK`` examples; returns how many ran."""
+    ran = []
+
+    @seed(number)
+    @settings(
+        max_examples=CHUNK,
+        deadline=None,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(call=calls(integers=integers, kernel=True))
+    def property_holds(call: Call) -> None:
+        check(call, run(call).y)
+        ran.append(call)
+
+    property_holds()
+    return len(ran)
+
+
+@pytest.mark.parametrize("integers", [True, False], ids=["exact", "bound"])
+@pytest.mark.parametrize("number", range(5))
+def test_200_examples(number, integers):
+    assert run_chunk(number, integers=integers) >= CHUNK
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("integers", [True, False], ids=["exact", "bound"])
+@pytest.mark.parametrize("number", range(1000, 1050))
+def test_2000_examples(number, integers):
+    assert run_chunk(number, integers=integers) >= CHUNK
