@@ -158,6 +158,8 @@ def math_role(c: Context, math_thread: Int32):
             rows = fc2_expert.rows(c, tiles.block)
             k_tiles = fc2_k_tiles
         width = token_width(c, rows)
+        # Unrolled (H and I ≤ 64), the loop would have its zeros written after wgmma.fence.
+        k_tiles = ptx.opaque_i32(k_tiles)
         if cutlass.const_expr(p.w13_transposed == p.w2_transposed):
             position = accumulate(c, acc, math_thread, position, k_tiles, width, p.w2_transposed)
         elif tiles.phase == TilePhase.FC1:

@@ -369,3 +369,8 @@ def min_nan(a: Float32, b: Float32) -> Float32:
 def bits_to_f32(bits: Int32) -> Float32:
     """The float with these bits."""
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+def opaque_i32(value: Int32) -> Int32:
+    """The value, of which the compiler knows nothing: keeps a loop of known length a loop."""
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])

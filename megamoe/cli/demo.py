@@ -5,7 +5,6 @@ Legend: T tokens, H hidden, E experts, K experts per token.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,15 +185,6 @@ def run_demo(*, pes: int, seed: int, progress: Steps) -> DemoRun:
     return DemoRun(result=result, tokens=tokens, run=run)
 
 
-def require_extras() -> None:
-    """Say how to install what only the demo needs, if it is missing."""
-    for name in ("transformers", "matplotlib"):
-        if importlib.util.find_spec(name) is None:
-            raise click.ClickException(
-                f"{name} is missing: install it with  pip install 'megamoe[demo]'"
-            )
-
-
 @click.command("demo")
 @click.option("--pes", type=click.IntRange(1, 8), default=4, show_default=True, help="PEs.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of weights and tokens.")
@@ -212,7 +202,6 @@ def demo_command(pes: int, seed: int, out_dir: Path | None, json_path: Path | No
     more than one kernel launch.
     """
     Console().print(NOTICE, style="dim")
-    require_extras()
     with plain_errors(), steps(4) as progress:
         demo = run_demo(pes=pes, seed=seed, progress=progress)
         write_json(json_path, demo.result)

@@ -281,6 +281,7 @@ class AsyncCopies:
                 k = plan.piece >> sh.grain
                 base = (plan.shared_index[per_piece] * plan.piece - (at & 1023)) >> sh.grain
                 marks[(base[:, None] + np.arange(max(k, 1))).ravel()] = True
+                self.with_fill(marks, plan, at, sh.grain)
             else:
                 marks = self.stored(unwritten, plan, at, len(where))
         sh.writes[where[marks]] = -rec
@@ -288,6 +289,19 @@ class AsyncCopies:
         if leaves and marks.any():
             cell = where[marks][:1]
             self.core.poison(sh, cell, np.array([-rec]), touch)
+
+    @staticmethod
+    def with_fill(marks: Any, plan: Any, at: int, grain: int) -> None:
+        """A row of which nothing was written stays one: its zeros from outside the tensor are
+        marked too, or a user would take it for a row that was written in part."""
+        if not len(plan.fill_index):
+            return
+        first = (plan.fill_index * plan.piece - (at & 1023)) >> grain
+        filled = np.zeros(len(marks), np.bool_)
+        filled[(first[:, None] + np.arange(max(plan.piece >> grain, 1))).ravel()] = True
+        lines = marks.reshape(-1, max(plan.line_bytes >> grain, 1))
+        filled = filled.reshape(lines.shape)
+        lines[(lines | filled).all(axis=1) & lines.any(axis=1)] = True
 
     @staticmethod
     def stored(unwritten: Any, plan: Any, at: int, n: int) -> Any:

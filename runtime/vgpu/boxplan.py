@@ -31,6 +31,7 @@ class BoxPlan:
         extent: bytes from the first to the last in-bounds byte, for bounds checks; 0 if none.
         bytes_inside: in-bounds bytes.
         row_starts: int64 byte offset of each in-bounds row; row_bytes: its length.
+        line_bytes: a row of the box in shared memory, what lies outside the tensor included.
     """
 
     piece: int
@@ -42,6 +43,7 @@ class BoxPlan:
     bytes_inside: int
     row_starts: I64
     row_bytes: int
+    line_bytes: int
 
     def gather_global(self, window: U8) -> Pieces:
         """Pieces of a box from `window`: the `extent` bytes from the first in-bounds byte on."""
@@ -122,6 +124,7 @@ def build_plan(
         bytes_inside=len(global_offset) * piece,
         row_starts=rows_global,
         row_bytes=0 if empty else high - low,
+        line_bytes=inner,
     )
 
 
