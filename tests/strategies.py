@@ -1,7 +1,7 @@
 """Hypothesis strategies: small layers with every feature of `MoEConfig`, and calls of them.
 
 Sizes shrink towards one token, one expert and one PE; tensors come from a drawn seed
-(`case_data.make_inputs`), so an example prints as a config and a few numbers.
+(`megamoe.verify.inputs.make_inputs`), so an example prints as a config and a few numbers.
 
 Legend: P PEs, T tokens, H hidden, E experts, K experts per token, I intermediate.
 """

@@ -1,13 +1,13 @@
 """One call of any layer on vgpu against the oracle: bit for bit on integers, else by the bound."""
 
 import torch
-from case_data import weights_per_pe
 from forward_cases import assert_same_bits
 from strategies import Call
 
 from megamoe.error_bound import error_bound
 from megamoe.reference import moe_oracle
 from megamoe.testing import VgpuMoE, VgpuResult
+from megamoe.verify.inputs import weights_per_pe
 
 
 def run(call: Call, *, grid: int = 2, **options) -> VgpuResult:

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from case_data import weights_per_pe
 from feature_runs import check, run
 from forward_cases import assert_same_bits
 from strategies import Call
 
 from megamoe import MoEConfig
 from megamoe.testing import VgpuMoE
+from megamoe.verify.inputs import weights_per_pe
 
 REPLICAS = ((1, 1), ((0, 3), (1, 0)), (0, 2), (0, 0), (1, 2), (1, 3), ((0, 1), (0, 4)), (1, 4))
 """Expert 1 on both PEs, expert 6 twice on PE 0 (CASES A10)."""

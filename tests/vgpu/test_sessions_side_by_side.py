@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from case_data import Inputs, weights_per_pe
 from feature_runs import check
 from forward_cases import assert_same_bits
 from strategies import Call
@@ -13,6 +12,7 @@ from megamoe.reference import moe_oracle
 from megamoe.runtime.devices.vgpu import VgpuDevice
 from megamoe.runtime.local_group import LocalGroup
 from megamoe.testing import VgpuMoE
+from megamoe.verify.inputs import Inputs, weights_per_pe
 
 
 def call_of(tokens: tuple[int, ...], *, seed: int, masked: float = 0.0, **features) -> Call:
