@@ -179,6 +179,10 @@ _TABLE = {
     "cp.reduce.async.bulk": f"shared::cta shared::cluster global {_BULK} {_REDOPS}",
     "cp.reduce.async.bulk.tensor": f"shared::cta global {_TENSOR} bulk_group L2::cache_hint"
     " add min max inc dec and or xor",
+    "tensormap.replace": "tile global_address global_dim global_stride box_dim element_stride"
+    " global shared::cta b1024 b32 b64",
+    "tensormap.cp_fenceproxy": "global shared::cta tensormap::generic release cta cluster gpu sys"
+    " sync aligned",
     # matrix
     "wgmma.fence": "sync aligned",
     "wgmma.commit_group": "sync aligned",

@@ -21,6 +21,7 @@ from megamoe.runtime.vgpu import (
     ops_memory,
     ops_remote,
     ops_sync,
+    ops_tensormap,
 )
 from megamoe.runtime.vgpu.codegen import NAMESPACE, Emitter
 from megamoe.runtime.vgpu.isa import classify, unsupported
@@ -38,6 +39,7 @@ DECODERS = {
     **ops_sync.DECODERS,
     **ops_async.DECODERS,
     **ops_remote.DECODERS,
+    **ops_tensormap.DECODERS,
 }
 SMEM_START = 1024  # the first bytes of the shared window are the system's
 _CLOCKS = ("clock", "globaltimer")

@@ -145,6 +145,33 @@ class TensorMapDesc:
         return _decode(bytes(raw))
 
 
+FIELDS = {
+    "global_address": 1, "global_dim": 5, "global_stride": 4, "box_dim": 5, "element_stride": 5,
+}  # fmt: skip
+"""Fields that can be replaced in an encoded map, and how many entries each has."""
+_FIRST = {"global_address": 1, "global_dim": 8, "global_stride": 13, "box_dim": 17,
+          "element_stride": 22}  # fmt: skip
+
+
+def replaced(raw: bytes, field: str, index: int, value: int) -> bytes:
+    """An encoded map with one field changed; the rules are checked when it is decoded.
+
+    Raises:
+        ValueError: `raw` is no map, or the entry does not exist or hold such a value.
+    """
+    if raw[:8] != _MAGIC:
+        raise ValueError("not a tensor map made by vgpu (TensorMap or TensorMapDesc.to_bytes)")
+    if not 0 <= index < FIELDS[field]:
+        raise ValueError(f"{field} has {FIELDS[field]} entries, not {index}")
+    values = list(_LAYOUT.unpack(raw[: _LAYOUT.size]))
+    values[_FIRST[field] + index] = value - 1 if field == "global_dim" else value
+    try:
+        checked = zlib.crc32(_LAYOUT.pack(*values[:-1], 0))
+    except struct.error as error:
+        raise ValueError(f"{field}[{index}] = {value} is out of range") from error
+    return _LAYOUT.pack(*values[:-1], checked).ljust(BYTES, b"\0")
+
+
 @lru_cache(maxsize=1024)
 def _decode(raw: bytes) -> TensorMapDesc:
     if len(raw) != BYTES or raw[:8] != _MAGIC:
