@@ -31,8 +31,8 @@ class MegaMoE(nn.Module):
 
     Args:
         cfg: the layer.
-        w13: ``[L, 2I, H]`` bf16 of this PE's experts, gate rows first.
-        w2: ``[L, H, I]`` bf16.
+        w13: bf16 of this PE's experts, ``[L, *cfg.w13_shape]``, in the layout of the config.
+        w2: bf16, ``[L, *cfg.w2_shape]``.
         b13, b2: biases, exactly if the config says so.
         session: workspace to use; None shares one between all layers with this config, group and
             device, built at the first CUDA call. Layers that run at the same time need different

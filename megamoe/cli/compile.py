@@ -3,54 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from megamoe.cli.common import JSON_OPTION, plain_errors, steps, write_json
-from megamoe.config import MoEConfig
+from megamoe.cli.layer import layer_config, layer_options
 
 
 @click.command("compile")
 @click.option("--arch", default="sm_90a", show_default=True, help="GPU architecture.")
-@click.option("--hidden", type=int, required=True, help="H, the hidden size.")
-@click.option("--intermediate", type=int, required=True, help="I, of one expert.")
-@click.option("--experts", type=int, required=True, help="E, over all PEs.")
-@click.option("--top-k", type=int, required=True, help="K, experts per token.")
-@click.option("--pes", type=int, required=True, help="P, PEs of the expert-parallel group.")
-@click.option("--max-tokens", type=int, default=4096, show_default=True, help="Per PE and call.")
-@click.option(
-    "--activation", type=click.Choice(["silu", "relu"]), default="silu", show_default=True
-)
+@layer_options
 @JSON_OPTION
-def compile_command(
-    arch: str,
-    hidden: int,
-    intermediate: int,
-    experts: int,
-    top_k: int,
-    pes: int,
-    max_tokens: int,
-    activation: Literal["silu", "relu"],
-    json_path: Path | None,
-) -> None:
+def compile_command(arch: str, json_path: Path | None, **layer: Any) -> None:
     """Compile the forward kernel for a shape and report registers, spills and shared memory."""
     with plain_errors(), steps(2) as progress:
         progress.begin("loading the compiler")
+        from megamoe.checks import check_kernel_support
         from megamoe.cute_kernels.build import compile_forward
         from megamoe.lowering import kernel_problem
 
-        cfg = MoEConfig(
-            hidden=hidden,
-            intermediate=intermediate,
-            num_experts=experts,
-            top_k=top_k,
-            num_pes=pes,
-            max_tokens=max_tokens,
-            activation=activation,
-        )
+        cfg = layer_config(**layer)
+        check_kernel_support(cfg)
         progress.begin(f"compiling for {arch}")
         image = compile_forward(problem=kernel_problem(cfg), arch=arch)
     result: dict[str, Any] = {
@@ -64,7 +40,8 @@ def compile_command(
     write_json(json_path, result)
 
     table = Table(
-        title=f"forward, {arch}: H {hidden}, I {intermediate}, E {experts}, K {top_k}, P {pes}",
+        title=f"forward, {arch}: H {cfg.hidden}, I {cfg.intermediate}, E {cfg.num_experts}, "
+        f"K {cfg.top_k}, P {cfg.num_pes}",
         show_header=False,
     )
     registers = ", ".join(f"{way} {count}" for way, count in image.setmaxnreg)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megamoe.cli.common import JSON_OPTION, plain_errors, write_json
-from megamoe.config import MoEConfig
+from megamoe.cli.layer import layer_config, layer_options
 
 
 def size_text(nbytes: int) -> str:
@@ -27,39 +27,16 @@ def size_text(nbytes: int) -> str:
 
 
 @click.command("plan")
-@click.option("--hidden", type=int, required=True, help="H, the hidden size.")
-@click.option("--intermediate", type=int, required=True, help="I, of one expert.")
-@click.option("--experts", type=int, required=True, help="E, over all PEs.")
-@click.option("--top-k", type=int, required=True, help="K, experts per token.")
-@click.option("--pes", type=int, required=True, help="P, PEs of the expert-parallel group.")
-@click.option("--max-tokens", type=int, default=4096, show_default=True, help="Per PE and call.")
-@click.option("--capacity", type=int, help="Pool rows of a PE; without it the worst case.")
+@layer_options
 @JSON_OPTION
-def plan_command(
-    hidden: int,
-    intermediate: int,
-    experts: int,
-    top_k: int,
-    pes: int,
-    max_tokens: int,
-    capacity: int | None,
-    json_path: Path | None,
-) -> None:
+def plan_command(json_path: Path | None, **layer: Any) -> None:
     """Show the bytes of every region of one PE's workspace."""
     from megamoe.planning import plan
 
     with plain_errors():
-        cfg = MoEConfig(
-            hidden=hidden,
-            intermediate=intermediate,
-            num_experts=experts,
-            top_k=top_k,
-            num_pes=pes,
-            max_tokens=max_tokens,
-            capacity=capacity,
-        )
+        cfg = layer_config(**layer)
         planned = plan(cfg)
-    table = Table(title=f"workspace of one PE of {pes}: {size_text(planned.total_bytes)}")
+    table = Table(title=f"workspace of one PE of {cfg.num_pes}: {size_text(planned.total_bytes)}")
     for column in ("block", "region", "shape", "bytes"):
         table.add_column(column, justify="right" if column == "bytes" else "left")
     rows: list[dict[str, Any]] = []
