@@ -4,6 +4,9 @@ Source: PTX ISA, "wgmma.fence": it is required before the first wgmma.mma_async 
 registers that one reads or accumulates into were touched by anything else, except by an earlier
 wgmma.mma_async with accumulators of the same shape. A forward data-flow analysis over the kernel's
 control flow finds, for each wgmma, a register write that can reach it without a fence.
+
+A ``mov`` behind a fence in straight-line code does not count: compilers put values that were ready
+before the fence into their registers there, and ptxas coalesces such copies.
 """
 
 from __future__ import annotations
@@ -46,14 +49,18 @@ def analyse(program: Program) -> dict[int, Instruction]:
         index = work.pop()
         state = dict(entry[index])
         block = program.blocks[index]
+        fenced = False
         for op in ops[block.start : block.end]:
             name = op.ins.opcode
             if name.startswith("wgmma.fence"):
                 state.clear()
+                fenced = True
             elif name.startswith("wgmma.mma_async"):
                 for r in op.direct:
                     if r in state:
                         out.setdefault(op.ins.index, state[r])
+            elif fenced and name.startswith("mov."):
+                pass
             elif not name.startswith("wgmma."):
                 for r in op.writes & watched:
                     state[r] = op.ins
