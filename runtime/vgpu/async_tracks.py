@@ -29,6 +29,7 @@ from megamoe.runtime.vgpu.clocks import (
 from megamoe.runtime.vgpu.findings import Touch
 from megamoe.runtime.vgpu.happens_before import Core
 from megamoe.runtime.vgpu.shadow import Shadow
+from megamoe.runtime.vgpu.tensormap import ENCODED
 
 if TYPE_CHECKING:
     from megamoe.runtime.vgpu.asyncops import AsyncOp
@@ -359,7 +360,7 @@ class AsyncCopies:
         hb: WarpClock = w.hb
         clock, own = hb.lookup(1 << lane)[0][1], hb.base + lane
         touch = Touch(w, ins, "read of the tensor map", 1 << lane)
-        cells = sh.span(off, 128)
+        cells = sh.span(off, ENCODED)
         ids = sh.writes[cells]
         if ids.min() <= 0:
             self.core.poison(sh, cells_of(cells), ids, touch)

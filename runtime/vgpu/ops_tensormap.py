@@ -18,7 +18,7 @@ from megamoe.runtime.vgpu.ops import Op, count, make
 from megamoe.runtime.vgpu.ops_memory import address
 from megamoe.runtime.vgpu.ptx_ast import Imm, Instruction
 from megamoe.runtime.vgpu.sync import active, lane_values
-from megamoe.runtime.vgpu.tensormap import BYTES, FIELDS, replaced
+from megamoe.runtime.vgpu.tensormap import BYTES, ENCODED, FIELDS, replaced
 
 if TYPE_CHECKING:
     from megamoe.runtime.vgpu.warp import Warp
@@ -52,9 +52,9 @@ def replace(
 
 
 def touch(w: Warp, a: Access, region: Any, off: int) -> None:
-    """Tell the detector of 128 bytes, in words that its shadow memory knows."""
+    """Tell the detector of the bytes that hold a map, in words that its shadow memory knows."""
     part = Access(a.ins, a.kind, a.space, _WORD)
-    for step in range(0, BYTES, _WORD):
+    for step in range(0, ENCODED, _WORD):
         w.world.detector.access(w, part, region, off + step, None)  # type: ignore[union-attr]
 
 

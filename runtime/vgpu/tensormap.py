@@ -25,8 +25,12 @@ DTYPES = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "bf16", "f32", "f64")
 DTYPE_BYTES = dict(zip(DTYPES, (1, 2, 4, 4, 8, 8, 2, 2, 4, 8), strict=True))
 OOB_FILLS = ("zero", "nan")
 
-_MAGIC = b"vgpuTMAP"
-_LAYOUT = struct.Struct("<8sQ6B2x5I4Q5H5BxI8x")  # address, codes, dims-1, strides, box, ...
+_MAGIC = b"vT"
+# Magic, codes, address, dims - 1, strides / 16, box - 1, element strides, checksum. All of it lies
+# in the first 64 bytes: kernels that copy a map move no more.
+_LAYOUT = struct.Struct("<2sHQ5I20s5BHI")
+ENCODED = 64
+SWIZZLES = (0, 32, 64, 128)
 BYTES = 128
 
 
@@ -127,63 +131,92 @@ class TensorMapDesc:
 
     def to_bytes(self) -> bytes:
         """Exactly 128 bytes in vgpu's own form, to pass as a kernel's tensor map parameter."""
-        pad = 5 - self.rank
-        body = (
-            _MAGIC, self.address, self.rank, DTYPES.index(self.dtype), self.swizzle,
-            OOB_FILLS.index(self.oob_fill), 0, 0,
-            *(d - 1 for d in self.dims), *(0,) * pad,
-            *self.strides_bytes, *(0,) * pad,
-            *self.box, *(0,) * pad,
-            *self.element_strides, *(0,) * pad,
-        )  # fmt: skip
-        raw = _LAYOUT.pack(*body, 0)
-        return _LAYOUT.pack(*body, zlib.crc32(raw)).ljust(BYTES, b"\0")
+        pad = (0,) * (5 - self.rank)
+        one = (1,) * (5 - self.rank)
+        return _pack({
+            "codes": [self.rank, DTYPES.index(self.dtype), SWIZZLES.index(self.swizzle),
+                      OOB_FILLS.index(self.oob_fill)],
+            "global_address": [self.address],
+            "global_dim": [*self.dims, *one],
+            "global_stride": [*self.strides_bytes, *pad],
+            "box_dim": [*self.box, *one],
+            "element_stride": [*self.element_strides, *one],
+        })  # fmt: skip
 
     @staticmethod
     def from_bytes(raw: bytes) -> TensorMapDesc:
         """Decode `to_bytes`; cached, so that the same bytes give the same object and plans."""
-        return _decode(bytes(raw))
+        return _decode(bytes(raw[:ENCODED]))
 
 
 FIELDS = {
     "global_address": 1, "global_dim": 5, "global_stride": 4, "box_dim": 5, "element_stride": 5,
 }  # fmt: skip
 """Fields that can be replaced in an encoded map, and how many entries each has."""
-_FIRST = {"global_address": 1, "global_dim": 8, "global_stride": 13, "box_dim": 17,
-          "element_stride": 22}  # fmt: skip
+
+
+def _pack(fields: dict[str, list[int]]) -> bytes:
+    """128 bytes. Raises ValueError for numbers that the form cannot hold."""
+    rank, dtype, swizzle, fill = fields["codes"]
+    strides = b"".join((x // 16).to_bytes(5, "little") for x in fields["global_stride"])
+    if any(x % 16 for x in fields["global_stride"]):
+        raise ValueError(f"strides {fields['global_stride']} must be multiples of 16")
+    steps = fields["element_stride"]
+    if not all(1 <= x <= 8 for x in steps):
+        raise ValueError(f"element strides {steps} must be 1 to 8")
+    body = (
+        _MAGIC, rank | dtype << 3 | swizzle << 7 | fill << 9, *fields["global_address"],
+        *(x - 1 for x in fields["global_dim"]), strides, *(x - 1 for x in fields["box_dim"]),
+        sum((x - 1) << 3 * i for i, x in enumerate(steps)),
+    )  # fmt: skip
+    raw = _LAYOUT.pack(*body, 0)
+    return _LAYOUT.pack(*body, zlib.crc32(raw)).ljust(BYTES, b"\0")
+
+
+def _unpack(raw: bytes) -> dict[str, list[int]]:
+    """The fields of an encoded map."""
+    if raw[:2] != _MAGIC:
+        raise ValueError("not a tensor map made by vgpu (TensorMap or TensorMapDesc.to_bytes)")
+    values = _LAYOUT.unpack(raw[: _LAYOUT.size])
+    if zlib.crc32(_LAYOUT.pack(*values[:-1], 0)) != values[-1]:
+        raise ValueError("tensor map bytes are damaged (checksum)")
+    codes, strides, steps = values[1], values[8], values[14]
+    return {
+        "codes": [codes & 7, codes >> 3 & 15, codes >> 7 & 3, codes >> 9 & 1],
+        "global_address": [values[2]],
+        "global_dim": [x + 1 for x in values[3:8]],
+        "global_stride": [
+            16 * int.from_bytes(strides[i : i + 5], "little") for i in range(0, 20, 5)
+        ],
+        "box_dim": [x + 1 for x in values[9:14]],
+        "element_stride": [(steps >> 3 * i & 7) + 1 for i in range(5)],
+    }
 
 
 def replaced(raw: bytes, field: str, index: int, value: int) -> bytes:
-    """An encoded map with one field changed; the rules are checked when it is decoded.
+    """An encoded map with one field changed; most rules are checked when it is decoded.
 
     Raises:
         ValueError: `raw` is no map, or the entry does not exist or hold such a value.
     """
-    if raw[:8] != _MAGIC:
-        raise ValueError("not a tensor map made by vgpu (TensorMap or TensorMapDesc.to_bytes)")
+    fields = _unpack(raw)
     if not 0 <= index < FIELDS[field]:
         raise ValueError(f"{field} has {FIELDS[field]} entries, not {index}")
-    values = list(_LAYOUT.unpack(raw[: _LAYOUT.size]))
-    values[_FIRST[field] + index] = value - 1 if field == "global_dim" else value
+    fields[field][index] = value
     try:
-        checked = zlib.crc32(_LAYOUT.pack(*values[:-1], 0))
-    except struct.error as error:
+        return _pack(fields)
+    except (struct.error, OverflowError) as error:
         raise ValueError(f"{field}[{index}] = {value} is out of range") from error
-    return _LAYOUT.pack(*values[:-1], checked).ljust(BYTES, b"\0")
 
 
 @lru_cache(maxsize=1024)
 def _decode(raw: bytes) -> TensorMapDesc:
-    if len(raw) != BYTES or raw[:8] != _MAGIC:
-        raise ValueError("not a tensor map made by vgpu (TensorMap or TensorMapDesc.to_bytes)")
-    values = _LAYOUT.unpack(raw[: _LAYOUT.size])
-    address, rank, dtype, swizzle, fill = values[1:6]
-    dims, strides, box, steps = values[8:13], values[13:17], values[17:22], values[22:27]
-    if zlib.crc32(_LAYOUT.pack(*values[:-1], 0)) != values[-1]:
-        raise ValueError("tensor map bytes are damaged (checksum)")
+    fields = _unpack(raw)
+    rank, dtype, swizzle, fill = fields["codes"]
     return TensorMapDesc(
-        address, DTYPES[dtype], tuple(d + 1 for d in dims[:rank]), strides[: rank - 1],
-        box[:rank], swizzle, steps[:rank], OOB_FILLS[fill],
+        fields["global_address"][0], DTYPES[dtype], tuple(fields["global_dim"][:rank]),
+        tuple(fields["global_stride"][: rank - 1]), tuple(fields["box_dim"][:rank]),
+        SWIZZLES[swizzle], tuple(fields["element_stride"][:rank]), OOB_FILLS[fill],
     )  # fmt: skip
 
 
