@@ -91,7 +91,8 @@ def _print_mutation(result: MutationResult, say: Callable[..., None]) -> None:
         table.add_row(state, str(len(result.of(state))))
     say(table)
     for verdict in result.of("survivor"):
-        say(f"[bold red]survivor[/] after {verdict.runs} runs: {verdict.mutant.key}")
+        name = f"{verdict.mutant.key}#{verdict.mutant.copy}"
+        say(f"[bold red]survivor[/] after {verdict.runs} runs: {name}")
         say(f"  {verdict.mutant.description}", markup=False)
     for key in result.unused:
         say(f"[yellow]no mutant needs this entry of the equivalent list:[/] {key}")

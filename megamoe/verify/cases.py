@@ -182,13 +182,13 @@ def _mutation_case(name: str, tokens: tuple[int, ...], **options) -> Case:
 
 MUTATION_CASES = (
     _mutation_case("absent", (20, 6), fails="absent", timeout_s=1e-3),
-    _mutation_case("width_32", (3, 5), route="one"),
-    _mutation_case("width_8", (1, 1), route="one", calls=2),
-    _mutation_case("width_16", (2, 3), route="one", grid=3),
-    _mutation_case("width_64", (10, 8), route="one", grid=3),
+    _mutation_case("width_32", (3, 5), route="one", grid=1),
+    _mutation_case("width_8", (1, 1), route="one", grid=1),
+    _mutation_case("width_16", (2, 3), route="one", grid=1),
+    _mutation_case("width_64", (10, 8), route="one", grid=1),
     _mutation_case("width_128", (50, 10), route="one", grid=1),
     _mutation_case("invalid", (100, 3), fails="invalid", route="none", grid=3),
-    _mutation_case("hasty", (66, 6), route="one", fails="hasty", timeout_s=2e-9, grid=3),
+    _mutation_case("hasty", (150, 3), fails="hasty", timeout_s=2e-9, masked=0.8, grid=3),
     _mutation_case("hasty_later", (30, 25), route="pair", fails="hasty", timeout_s=1e-4, grid=3),
     _mutation_case("routes", (150, 3), route="one", masked=0.8, grid=1),
     _mutation_case("two_calls", (70, 5), route="pair", calls=2),

@@ -32,6 +32,8 @@ PATIENCE = 10.0
 """A mutant that runs so many times longer than the kernel, plus a margin, hangs."""
 MARGIN_S = 60.0
 SPOT_CHECKS = 3
+STARVED = {"two_calls": (6, 3), "hasty": (5,)}
+"""Case → seeds of the schedule that starves one warp: load and a reduce warp, recv-and-place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +70,19 @@ class MutationResult:
             "mutants": len(self.verdicts),
             "killed": len(self.of("killed")),
             "equivalent": [
-                {"mutant": v.mutant.description, "key": v.mutant.key, "reason": v.reason}
+                {
+                    "mutant": v.mutant.description,
+                    "key": f"{v.mutant.key}#{v.mutant.copy}",
+                    "reason": v.reason,
+                }
                 for v in self.of("equivalent")
             ],
             "survivors": [
-                {"mutant": v.mutant.description, "key": v.mutant.key, "runs": v.runs}
+                {
+                    "mutant": v.mutant.description,
+                    "key": f"{v.mutant.key}#{v.mutant.copy}",
+                    "runs": v.runs,
+                }
                 for v in self.of("survivor")
             ],
             "unused_equivalent": self.unused,
@@ -80,19 +90,32 @@ class MutationResult:
 
 
 def equivalent_reasons(path: Path = EQUIVALENT_FILE) -> dict[str, str]:
-    """Mutant key → reason."""
+    """Mutant key, or ``key#copy`` where only some copies of an instruction are needless: reason."""
     entries = json.loads(path.read_text())
     return {key: entry["reason"] for entry in entries for key in entry["keys"]}
 
 
+def entry_of(mutant: Mutant, reasons: dict[str, str]) -> str:
+    """The entry of the equivalent list that names a mutant; empty if none does."""
+    names = (mutant.key, f"{mutant.key}#{mutant.copy}")
+    return next((name for name in names if name in reasons), "")
+
+
 def mutation_runs(cases: Sequence[Case] = MUTATION_CASES) -> list[Run]:
     """One run a case; the detector judges what is not ordered, whatever order a run took, so the
-    policies only take turns."""
+    policies only take turns. `STARVED` adds runs in which a wait finds its word at the first look,
+    or never in time."""
     policies = (("round_robin", "eager"), ("random", "late"))
-    return [
+    turns = [
         Run(case=case, seed=1, schedule=policies[i % 2][0], completion=policies[i % 2][1])
         for i, case in enumerate(cases)
     ]
+    starved = [
+        Run(case=case, seed=seed, schedule="starve")
+        for case in cases
+        for seed in STARVED.get(case.name, ())
+    ]
+    return turns + starved
 
 
 def unchanged(run: Run) -> Outcome:
@@ -119,7 +142,7 @@ def judge(mutant: Mutant) -> Verdict:
     """Run one mutant until something is wrong with it."""
     image, outcomes = _SHARED["image"], _SHARED["outcomes"]
     mutated = replace(image, ptx=mutant.apply(image.ptx))
-    listed = mutant.key in _SHARED["reasons"]
+    listed = bool(entry_of(mutant, _SHARED["reasons"]))
     covering = [clean for clean in outcomes if mutant.line in clean.lines]
     for done, clean in enumerate(covering[:SPOT_CHECKS] if listed else covering, 1):
         signal.signal(signal.SIGALRM, _alarm)
@@ -184,9 +207,11 @@ def run_mutation(
         for verdict in pool.imap_unordered(judge, mutants):
             tick(f"{verdict.state}: {verdict.mutant.key}")
             verdicts.append(verdict)
-    survivors = {v.mutant.key for v in verdicts if not v.killed_by}
-    verdicts = [
-        v if v.killed_by else replace(v, reason=reasons.get(v.mutant.key, "")) for v in verdicts
-    ]
+    used: set[str] = set()
+    for number, verdict in enumerate(verdicts):
+        entry = "" if verdict.killed_by else entry_of(verdict.mutant, reasons)
+        if entry:
+            used.add(entry)
+            verdicts[number] = replace(verdict, reason=reasons[entry])
     verdicts.sort(key=lambda v: (v.mutant.line, v.mutant.kind))
-    return MutationResult(verdicts=verdicts, unused=sorted(set(reasons) - survivors))
+    return MutationResult(verdicts=verdicts, unused=sorted(set(reasons) - used))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megamoe.runtime.vgpu.ptx_ast import Entry, Imm, Instruction, Reg
 from megamoe.runtime.vgpu.ptx_parser import parse_ptx
@@ -47,7 +47,9 @@ class Mutant:
         place: ``file:function`` of the source, outermost kernel function first.
         source: ``file:line`` of the instruction.
         old, new: the statement before and after.
-        order: which of the statements with this opcode on the line it is.
+        order: which of the equal statements on the line it is.
+        copy: which mutant of its `key` it is, from 1 on, in the order of the text: helpers are
+            inlined and loops unrolled.
     """
 
     line: int
@@ -58,6 +60,7 @@ class Mutant:
     old: str
     new: str
     order: int = 0
+    copy: int = 1
 
     @property
     def key(self) -> str:
@@ -86,7 +89,12 @@ def mutants_of(ptx: str, entry: str | None = None) -> list[Mutant]:
     places = SourcePlaces(ptx, module.files)
     lines = ptx.split("\n")
     chosen = [e for name, e in module.entries.items() if entry in (None, name)]
-    return [m for e in chosen for m in _of_entry(e, lines, places)]
+    counts: dict[str, int] = {}
+    out = []
+    for mutant in (m for e in chosen for m in _of_entry(e, lines, places)):
+        counts[mutant.key] = counts.get(mutant.key, 0) + 1
+        out.append(replace(mutant, copy=counts[mutant.key]))
+    return out
 
 
 def _of_entry(entry: Entry, lines: list[str], places: SourcePlaces) -> Iterator[Mutant]:

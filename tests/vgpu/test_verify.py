@@ -131,9 +131,9 @@ def test_runs_take_turns_through_the_policies() -> None:
 
 
 SAMPLE = (
-    ("place.py:", "fence.proxy.async", "drop"),
-    ("place.py:await_routes", "ld.acquire", "scope"),
-    ("place.py:await_routes", "ld.acquire", "skip"),
+    ("load.py:load_role", "fence.proxy.async", "drop"),
+    ("await_routes", "ld.acquire", "scope"),
+    ("await_routes", "ld.acquire", "skip"),
     ("load.py:", "mbarrier.arrive.expect_tx", "less"),
     ("fc2_epilogue.py:", "red.release", "relax"),
     ("init_barriers", "fence.mbarrier_init", "drop"),
