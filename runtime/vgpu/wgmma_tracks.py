@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megamoe.runtime.vgpu import wgmma as wg
-from megamoe.runtime.vgpu.async_tracks import cells_of, distinct_of
 from megamoe.runtime.vgpu.clocks import SHARED, Clock, WarpClock
 from megamoe.runtime.vgpu.findings import Touch
+from megamoe.runtime.vgpu.footprints import cells_of, distinct_of
 from megamoe.runtime.vgpu.happens_before import Core
 from megamoe.runtime.vgpu.register_fences import unfenced
 from megamoe.runtime.vgpu.shadow import Shadow
