@@ -131,7 +131,7 @@ def test_runs_take_turns_through_the_policies() -> None:
 
 
 SAMPLE = (
-    ("load.py:load_role", "fence.proxy.async", "drop"),
+    ("fc1_epilogue.py:", "fence.proxy.async.shared", "drop"),
     ("await_routes", "ld.acquire", "scope"),
     ("await_routes", "ld.acquire", "skip"),
     ("load.py:", "mbarrier.arrive.expect_tx", "less"),
