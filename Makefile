@@ -28,10 +28,10 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow and not gpu'
 
 test-full: lint
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu'
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not gpu'
 
 clean:
 	rm -rf $(VENV) build dist demo_out .pytest_cache .mypy_cache .ruff_cache *.egg-info

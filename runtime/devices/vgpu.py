@@ -1,5 +1,6 @@
 """Device ``vgpu``: images run as interpreted PTX on the CPU. For testing, not for serving."""
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -12,14 +13,16 @@ from megamoe.runtime.vgpu.kernel import Kernel
 from megamoe.runtime.vgpu.tensormap import TensorMapDesc
 from megamoe.runtime.vgpu.world import World
 
-_KERNELS: dict[str, Kernel] = {}
+
+@functools.lru_cache(maxsize=8)
+def _decoded(ptx: str) -> Kernel:
+    """Decoding takes longer than a small run, and a decoded kernel tens of megabytes."""
+    return Kernel.from_ptx(ptx)
 
 
 def kernel_of(image: Image) -> Kernel:
-    """The decoded kernel of an image; decoding takes longer than a small run, so it is kept."""
-    if image.ptx not in _KERNELS:
-        _KERNELS[image.ptx] = Kernel.from_ptx(image.ptx)
-    return _KERNELS[image.ptx]
+    """The decoded kernel of an image, kept while it is among the last few used."""
+    return _decoded(image.ptx)
 
 
 class VgpuDevice:
