@@ -191,6 +191,7 @@ MUTATION_CASES = (
     _mutation_case("hasty", (150, 3), fails="hasty", timeout_s=2e-9, masked=0.8, grid=3),
     _mutation_case("hasty_later", (30, 25), route="pair", fails="hasty", timeout_s=1e-4, grid=3),
     _mutation_case("routes", (150, 3), route="one", masked=0.8, grid=1),
+    _mutation_case("several_ctas", (60, 40), route="one", grid=3),
     _mutation_case("two_calls", (70, 5), route="pair", calls=2),
 )
 """The cases that a mutant of the shipped kernel has to survive."""

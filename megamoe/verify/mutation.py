@@ -32,8 +32,12 @@ PATIENCE = 10.0
 """A mutant that runs so many times longer than the kernel, plus a margin, hangs."""
 MARGIN_S = 60.0
 SPOT_CHECKS = 3
-STARVED = {"two_calls": (6, 3), "hasty": (5,)}
-"""Case → seeds of the schedule that starves one warp: load and a reduce warp, recv-and-place."""
+MORE_RUNS = {
+    "two_calls": (("starve", 6), ("starve", 3)),
+    "hasty": (("starve", 5),),
+}
+"""Case → schedules and seeds in which a wait finds its word at the first look, or never in time:
+load, a reduce warp and recv-and-place starve."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,19 +107,18 @@ def entry_of(mutant: Mutant, reasons: dict[str, str]) -> str:
 
 def mutation_runs(cases: Sequence[Case] = MUTATION_CASES) -> list[Run]:
     """One run a case; the detector judges what is not ordered, whatever order a run took, so the
-    policies only take turns. `STARVED` adds runs in which a wait finds its word at the first look,
-    or never in time."""
+    policies only take turns. `MORE_RUNS` adds what that leaves out."""
     policies = (("round_robin", "eager"), ("random", "late"))
     turns = [
         Run(case=case, seed=1, schedule=policies[i % 2][0], completion=policies[i % 2][1])
         for i, case in enumerate(cases)
     ]
-    starved = [
-        Run(case=case, seed=seed, schedule="starve")
+    more = [
+        Run(case=case, seed=seed, schedule=schedule)
         for case in cases
-        for seed in STARVED.get(case.name, ())
+        for schedule, seed in MORE_RUNS.get(case.name, ())
     ]
-    return turns + starved
+    return turns + more
 
 
 def unchanged(run: Run) -> Outcome:
