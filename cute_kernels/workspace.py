@@ -13,7 +13,7 @@ from megamoe.cute_kernels.arith import round_up
 from megamoe.cute_kernels.problem import MAX_SEND_CTAS, Problem
 
 REGION_ALIGN = 256
-DTYPE_BYTES = {"u32": 4, "i32": 4, "u64": 8, "bf16": 2, "u8": 1}
+DTYPE_BYTES = {"u32": 4, "i32": 4, "u64": 8, "f32": 4, "bf16": 2, "u8": 1}
 
 STATUS_WORDS = 16
 """Words of the status record, see ``abi.py``; it lies outside the workspace."""
