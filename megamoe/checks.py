@@ -128,7 +128,7 @@ def check_inputs(
         topk_ids_TK: ``[T, K]`` int32 or int64 global expert ids; < 0 is a masked slot.
         topk_weights_TK: ``[T, K]`` fp32, bf16 or fp16.
         pe: names the PE in messages (``x[2]``) when a caller checks several.
-        x_dtypes: the reference also takes fp32 and fp64.
+        x_dtypes: the reference also takes fp32 and fp64, and fp64 router weights.
 
     Raises:
         ValueError: names the argument, its value and what is allowed. Ids >= E raise it only on
@@ -149,7 +149,7 @@ def check_inputs(
         f"topk_weights{where}",
         topk_weights_TK,
         shape=shape,
-        dtypes=WEIGHT_DTYPES,
+        dtypes=(*WEIGHT_DTYPES, torch.float64) if torch.float64 in x_dtypes else WEIGHT_DTYPES,
         device=x_TH.device,
     )
     if cfg.invalid_ids == "error" and topk_ids_TK.device.type == "cpu":
@@ -253,18 +253,20 @@ def check_residual(
     *,
     x: Sequence[torch.Tensor],
     dtypes: Sequence[torch.dtype] = X_DTYPES,
+    name: str = "residual",
 ) -> None:
-    """Check ``residual``: None, or one ``[T_p, H]`` tensor per PE, shaped and placed as ``x``.
+    """Check ``residual`` (or another ``name``): None, or one ``[T_p, H]`` tensor per PE, shaped and
+    placed as ``x``.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
     """
     if residual is None:
         return
-    _check_list(cfg, "residual", residual)
+    _check_list(cfg, name, residual)
     for pe, tensor in enumerate(residual):
         _check_tensor(
-            f"residual[{pe}]",
+            f"{name}[{pe}]",
             tensor,
             shape=(x[pe].shape[0], cfg.hidden),
             dtypes=dtypes,

@@ -88,6 +88,12 @@ def expert_ffn(
     return row_RH.bfloat16() if rounding == "kernel" else row_RH
 
 
+def router_weights(topk_weights_TK: torch.Tensor) -> torch.Tensor:
+    """Router weights as the kernel takes them, fp32; fp64 ones stay as they are."""
+    exact = topk_weights_TK.dtype == torch.float64
+    return topk_weights_TK if exact else topk_weights_TK.float()
+
+
 def slot_rows(
     *,
     topk_ids_TK: torch.Tensor,
@@ -192,7 +198,7 @@ def moe_tokens(
     """
 
     def compute(expert: int, token_R: torch.Tensor, slot_R: torch.Tensor) -> torch.Tensor:
-        weight_R = topk_weights_TK[token_R, slot_R].float().to(dtype)
+        weight_R = router_weights(topk_weights_TK)[token_R, slot_R].to(dtype)
         row_RH = expert_ffn(
             x_RH=x_TH[token_R].to(dtype),
             w13_GH=w13_EGH[expert].to(dtype),
@@ -255,7 +261,7 @@ def moe_oracle(
         cfg: the layer; placement and ``combine`` matter only for rounding.
         x: P tensors ``[T_p, H]``, any float dtype; T_p may be 0.
         topk_ids: P tensors ``[T_p, K]`` int32 or int64.
-        topk_weights: P tensors ``[T_p, K]`` fp32, bf16 or fp16.
+        topk_weights: P tensors ``[T_p, K]`` fp32, bf16, fp16 or (for gradient checks) fp64.
         w13: ``[E, *cfg.w13_shape]`` in global expert order and in the layout of ``cfg``.
         w2: ``[E, *cfg.w2_shape]``, likewise.
         b13: ``[E, cfg.w13_rows]`` in the order of the layout, given exactly if ``cfg.fc1_bias``.
@@ -276,7 +282,7 @@ def moe_oracle(
     y_TH = moe_tokens(
         x_TH=torch.cat(list(x)),
         topk_ids_TK=torch.cat([ids_TK.long() for ids_TK in topk_ids]),
-        topk_weights_TK=torch.cat([weights_TK.float() for weights_TK in topk_weights]),
+        topk_weights_TK=torch.cat([router_weights(weights_TK) for weights_TK in topk_weights]),
         w13_EGH=weights.w13_EGH,
         w2_EHI=weights.w2_EHI,
         b13_EG=weights.b13_EG,

@@ -9,6 +9,7 @@ Legend of shape suffixes:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,6 +83,50 @@ def canonical_weights(
         w2_EHI=w2.mT if cfg.w2_transposed else w2,
         b13_EG=None if b13 is None else _gate_first(cfg, b13),
         b2_EH=b2,
+    )
+
+
+def stored_rows(cfg: MoEConfig, rows_LG: torch.Tensor) -> torch.Tensor:
+    """Gate-first ``[L, G, ...]`` in the order of ``cfg.w13_layout``."""
+    if cfg.w13_layout == "gate_up":
+        return rows_LG
+    gate_LI, up_LI = rows_LG.chunk(2, dim=1)
+    if cfg.w13_layout == "up_gate":
+        return torch.cat([up_LI, gate_LI], dim=1)
+    return torch.stack([gate_LI, up_LI], dim=2).flatten(1, 2)
+
+
+def stored_gradients(
+    cfg: MoEConfig,
+    experts: Sequence[Sequence[torch.Tensor]],
+    *,
+    like: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Canonical gradients of the experts of one PE, as ``cfg`` stores the weights.
+
+    Args:
+        experts: L times (dw13 ``[G, H]`` gate rows first, dw2 ``[H, I]``, db13 ``[G]``, db2
+            ``[H]``). L may be 0.
+        like: gives the device.
+
+    Returns:
+        dw13 ``[L, *cfg.w13_shape]``, dw2 ``[L, *cfg.w2_shape]``, db13 ``[L, G]``, db2 ``[L, H]``,
+        contiguous, in ``dtype``.
+    """
+    tails = ((cfg.w13_rows, cfg.hidden), (cfg.hidden, cfg.intermediate), (cfg.w13_rows,))
+    dw13, dw2, db13, db2 = (
+        torch.stack([expert[i] for expert in experts]).to(dtype)
+        if experts
+        else torch.empty(0, *tail, dtype=dtype, device=like.device)
+        for i, tail in enumerate((*tails, (cfg.hidden,)))
+    )
+    dw13, db13 = stored_rows(cfg, dw13), stored_rows(cfg, db13)
+    return (
+        (dw13.mT if cfg.w13_transposed else dw13).contiguous(),
+        (dw2.mT if cfg.w2_transposed else dw2).contiguous(),
+        db13,
+        db2,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megamoe.config import MoEConfig
-from megamoe.weights import split_experts, split_per_pe
+from megamoe.weights import split_experts, split_per_pe, stored_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,6 @@ def weights_per_pe(cfg: MoEConfig, inputs: Inputs) -> dict[str, Any]:
     biases = {"b13": inputs.b13, "b2": inputs.b2}
     split = {name: None if b is None else split_per_pe(cfg, b) for name, b in biases.items()}
     return {"w13": w13, "w2": w2, **split}
-
-
-def stored_rows(cfg: MoEConfig, rows_EG: torch.Tensor) -> torch.Tensor:
-    """Gate-first ``[E, G, ...]`` in the order of ``cfg.w13_layout``."""
-    if cfg.w13_layout == "gate_up":
-        return rows_EG
-    gate_EI, up_EI = rows_EG.chunk(2, dim=1)
-    if cfg.w13_layout == "up_gate":
-        return torch.cat([up_EI, gate_EI], dim=1)
-    return torch.stack([gate_EI, up_EI], dim=2).flatten(1, 2)
 
 
 def stored_weights(
