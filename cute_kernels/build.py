@@ -14,7 +14,8 @@ from cutlass import Int32, Int64, cute
 from megamoe.cute_kernels.abi import FORWARD_ARCHS, PARAMETERS
 from megamoe.cute_kernels.forward import ForwardKernel
 from megamoe.cute_kernels.image import Image, describe, parse_signature
-from megamoe.cute_kernels.problem import KernelConfig, Problem
+from megamoe.cute_kernels.kernel_config import KernelConfig
+from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.smem import default_config
 
 
@@ -37,7 +38,13 @@ def compile_forward(
     config = config or default_config(problem)
     kernel = ForwardKernel(problem, config)
     kernel.kernel.set_name_prefix("megamoe_forward")
-    return compile_kernel(kernel, parameters=PARAMETERS, smem_bytes=kernel.shared.total, arch=arch)
+    return compile_kernel(
+        kernel,
+        parameters=PARAMETERS,
+        smem_bytes=kernel.shared.total,
+        arch=arch,
+        config=config,
+    )
 
 
 def compile_kernel(
@@ -46,6 +53,7 @@ def compile_kernel(
     parameters: tuple[tuple[str, str, str], ...],
     smem_bytes: int,
     arch: str,
+    config: KernelConfig | None = None,
 ) -> Image:
     """Trace and compile a kernel whose parameters are scalars, followed by the grid.
 
@@ -53,6 +61,7 @@ def compile_kernel(
         kernel: called as ``kernel(*parameters, grid)``.
         parameters: (name, ``"u32"`` or ``"u64"``, meaning) in order.
         smem_bytes: dynamic shared memory of a launch.
+        config: of the forward kernel; others have none.
 
     Raises:
         RuntimeError: the compiler failed; its text is in the message.
@@ -80,6 +89,7 @@ def compile_kernel(
         parameters=signature,
         threads=threads,
         smem_bytes=smem_bytes,
+        config=config or KernelConfig(),
         compile_seconds=time.perf_counter() - started,
         **describe(ptx, remarks.getvalue()),
     )

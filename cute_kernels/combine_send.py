@@ -17,7 +17,7 @@ from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.layout import ExpertCursor, block_prefix
 from megamoe.cute_kernels.problem import BLOCK_M
 from megamoe.cute_kernels.records import META_MASK, token_row
-from megamoe.cute_kernels.smem import BF16_BYTES, CTRL_SEND, MATH_WARPGROUPS
+from megamoe.cute_kernels.smem import BF16_BYTES, CTRL_SEND
 from megamoe.cute_kernels.sync import aborted, wait_at_least
 
 
@@ -93,7 +93,7 @@ def combine_send_role(c: Context):
         ok = wait_at_least(
             c.guard,
             c.counter("y_ready", block),
-            Int32(c.problem.fc2_tiles * MATH_WARPGROUPS),
+            Int32(c.y_target()),
             "gpu",
             int(Phase.Y_READY),
             c.pe,

@@ -10,7 +10,8 @@ from cutlass import Int32, Int64, cute
 
 from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.abi import MAPS
-from megamoe.cute_kernels.problem import KernelConfig, Problem
+from megamoe.cute_kernels.kernel_config import KernelConfig, fc1_tiles, fc2_tiles
+from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.smem import SharedMap
 from megamoe.cute_kernels.sync import Guard
 from megamoe.cute_kernels.workspace import TENSOR_MAP_BYTES, local_block, symmetric_block
@@ -70,6 +71,14 @@ class Context:
     def stored_block(self, block: Int32) -> Int32:
         """Where a block lies in ``pool_x`` and ``pool_h``: the same, or its turn in the ring."""
         return block % self.problem.ring_blocks if self.problem.ring_blocks else block
+
+    def h_target(self) -> int:
+        """``h_ready`` of a block whose activations are complete."""
+        return fc1_tiles(self.problem, self.config) * self.config.math_groups
+
+    def y_target(self) -> int:
+        """``y_ready`` of a block whose fc2 tiles are done."""
+        return fc2_tiles(self.problem, self.config) * self.config.math_groups
 
     def map(self, name: str) -> Int64:
         """Address of a tensor map."""

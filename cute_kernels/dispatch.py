@@ -21,11 +21,10 @@ from megamoe.cute_kernels.routing import (
     tokens_per_step,
     warp_inclusive_sum,
 )
-from megamoe.cute_kernels.smem import BF16_BYTES, CTRL_FLAG, NUM_WARPS
+from megamoe.cute_kernels.smem import BF16_BYTES, CTRL_FLAG
 from megamoe.cute_kernels.sync import wait_at_least
 
 TOKENS_PER_SEND_CTA = 64
-THREADS = NUM_WARPS * 32
 
 
 @cute.jit
@@ -48,7 +47,7 @@ def stage_rows(c: Context, thread: Int32):
     warp = thread // 32
     row_bytes = c.problem.hidden * BF16_BYTES
     aligned = ((c.x | c.x_stride) & 15) == 0
-    token = c.cta * NUM_WARPS + warp
+    token = c.cta * c.config.warps + warp
     while token < c.tokens:
         source = c.x + Int64(token) * c.x_stride
         target = c.sym("x") + Int64(token) * row_bytes
@@ -59,7 +58,7 @@ def stage_rows(c: Context, thread: Int32):
         else:
             for element in cutlass.range(lane(), row_bytes // 2, 32, unroll=1):
                 ptx.copy_b16(target + element * 2, source + element * 2)
-        token += c.grid * NUM_WARPS
+        token += c.grid * c.config.warps
 
 
 @cute.jit
@@ -79,9 +78,9 @@ def count_rows(c: Context, first: Int32, end: Int32, rows: Int32, primaries: Int
 def prefix_over_warps(c: Context, thread: Int32, histograms: Int32):
     """Turn the warps' counts into exclusive prefixes and publish the CTA's totals."""
     slots = c.problem.num_slots
-    for column in range(thread, 2 * slots, THREADS):
+    for column in range(thread, 2 * slots, c.config.threads):
         running = Int32(0)
-        for warp in cutlass.range(NUM_WARPS, unroll=1):
+        for warp in cutlass.range(c.config.warps, unroll=1):
             address = histograms + (warp * 2 * slots + column) * 4
             count = ptx.lds_i32(address)
             ptx.sts_i32(address, running)
@@ -102,7 +101,7 @@ def total_over_ctas(c: Context, column: Int32, first: Int32, end: Int32) -> Int3
 def list_bases(c: Context, warp: Int32, senders: Int32, bases: Int32):
     """Start of each slot's records in the list for its PE: exclusive prefix over the PE's slots
     of this source's primaries. A warp takes whole PEs."""
-    for pe in range(warp, c.problem.num_pes, NUM_WARPS):
+    for pe in range(warp, c.problem.num_pes, c.config.warps):
         carry = Int32(0)
         start = c.slot_base(pe)
         stop = c.slot_base(pe + 1)
@@ -122,11 +121,11 @@ def list_bases(c: Context, warp: Int32, senders: Int32, bases: Int32):
 def add_bases(c: Context, thread: Int32, senders: Int32, histograms: Int32, bases: Int32):
     """Add what earlier CTAs and earlier slots put before this CTA's rows and records."""
     slots = c.problem.num_slots
-    for column in range(thread, 2 * slots, THREADS):
+    for column in range(thread, 2 * slots, c.config.threads):
         before = total_over_ctas(c, column, Int32(0), c.cta)
         if column >= slots:
             before += ptx.lds_i32(bases + (column - slots) * 4)
-        for warp in cutlass.range(NUM_WARPS, unroll=1):
+        for warp in cutlass.range(c.config.warps, unroll=1):
             address = histograms + (warp * 2 * slots + column) * 4
             ptx.sts_i32(address, ptx.lds_i32(address) + before)
 
@@ -163,7 +162,7 @@ def publish_counts(c: Context, thread: Int32, senders: Int32):
     problem = c.problem
     slots = problem.num_slots
     row = c.bank * problem.num_pes + c.pe
-    for slot in range(thread, slots, THREADS):
+    for slot in range(thread, slots, c.config.threads):
         count = total_over_ctas(c, slot, Int32(0), senders)
         for pe in range(problem.num_pes):
             ptx.st_i32(c.peer(pe, "route_count") + Int64(row * slots + slot) * 4, count)
@@ -171,7 +170,7 @@ def publish_counts(c: Context, thread: Int32, senders: Int32):
         start = c.slot_base(pe)
         stop = c.slot_base(pe + 1)
         target = c.peer(pe, "primary_count") + Int64(row * problem.experts_per_pe) * 4
-        for slot in range(start + thread, stop, THREADS):
+        for slot in range(start + thread, stop, c.config.threads):
             count = total_over_ctas(c, slots + slot, Int32(0), senders)
             ptx.st_i32(target + Int64(slot - start) * 4, count)
     cute.arch.sync_threads()
@@ -209,14 +208,14 @@ def count_and_send(c: Context, thread: Int32, senders: Int32):
     slots = c.problem.num_slots
     warp = thread // 32
     histograms = c.smem
-    bases = c.smem + NUM_WARPS * 2 * slots * 4
-    for word in range(thread, NUM_WARPS * 2 * slots, THREADS):
+    bases = c.smem + c.config.warps * 2 * slots * 4
+    for word in range(thread, c.config.warps * 2 * slots, c.config.threads):
         ptx.sts_i32(histograms + word * 4, Int32(0))
     chunk = (c.tokens + senders - 1) // senders
     stop = (c.cta + 1) * chunk
     if stop > c.tokens:
         stop = c.tokens
-    per_warp = (chunk + NUM_WARPS - 1) // NUM_WARPS
+    per_warp = (chunk + c.config.warps - 1) // c.config.warps
     first = c.cta * chunk + warp * per_warp
     end = first + per_warp
     if end > stop:

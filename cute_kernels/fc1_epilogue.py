@@ -10,7 +10,7 @@ from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.activation import gated, plain
 from megamoe.cute_kernels.bias import fc1_bias
 from megamoe.cute_kernels.context import Context
-from megamoe.cute_kernels.problem import BLOCK_M, BLOCK_N
+from megamoe.cute_kernels.problem import BLOCK_M
 from megamoe.cute_kernels.smem import PIECE_TOKENS, STAGING_BUFFERS
 from megamoe.cute_kernels.staging import (
     GROUP_COLUMNS,
@@ -151,8 +151,8 @@ def fc1_epilogue(
     group_barrier(group)
     values = make_values()
     for half in cutlass.range_constexpr(1 if p.gated else 2):
-        column = n * (BLOCK_N // 2 if p.gated else BLOCK_N)
-        column += half * (BLOCK_N // 2) + group * GROUP_COLUMNS
+        column = n * (c.config.block_n // 2 if p.gated else c.config.block_n)
+        column += half * (c.config.block_n // 2) + group * GROUP_COLUMNS
         gate_bias = row_biases(c, thread, expert, column, 0)
         up_bias = row_biases(c, thread, expert, column, 1) if p.gated else gate_bias
         for piece in cutlass.range_constexpr(PIECES):

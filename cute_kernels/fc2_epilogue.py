@@ -10,10 +10,9 @@ from cutlass import Float32, Int32, Int64, cute
 from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.bias import fc2_bias
 from megamoe.cute_kernels.context import Context
-from megamoe.cute_kernels.problem import BLOCK_M, BLOCK_N
+from megamoe.cute_kernels.problem import BLOCK_M
 from megamoe.cute_kernels.smem import (
     BF16_BYTES,
-    MATH_WARPGROUPS,
     PIECE_TOKENS,
     ROW_ENTRY_BYTES,
     STAGING_BUFFERS,
@@ -84,7 +83,7 @@ def fc2_to_pool(
     """Rows of y of this warpgroup's columns to ``pool_y``; then count in ``y_ready``."""
     values = make_values()
     for half in cutlass.range_constexpr(2):
-        column = n * BLOCK_N + half * (BLOCK_N // 2) + group * GROUP_COLUMNS
+        column = n * c.config.block_n + half * (c.config.block_n // 2) + group * GROUP_COLUMNS
         if column < c.problem.hidden:
             bias = row_biases(c, thread, expert, column)
             for piece in cutlass.range_constexpr(PIECES):
@@ -127,7 +126,7 @@ def fc2_to_sources(
     group_barrier(group)
     values = make_values()
     for half in cutlass.range_constexpr(2):
-        column = n * BLOCK_N + half * (BLOCK_N // 2) + group * GROUP_COLUMNS
+        column = n * c.config.block_n + half * (c.config.block_n // 2) + group * GROUP_COLUMNS
         if column < c.problem.hidden:
             bias = row_biases(c, thread, expert, column)
             for piece in cutlass.range_constexpr(PIECES):
@@ -190,7 +189,7 @@ def count_block(c: Context, thread: Int32, group: Int32, block: Int32, done: Int
     group_barrier(group)
     if thread == 0:
         earlier = ptx.atom_acq_rel(c.counter("y_ready", block), Int32(1))
-        last = earlier == c.problem.fc2_tiles * MATH_WARPGROUPS - 1
+        last = earlier == c.y_target() - 1
         ptx.sts_i32(entries, Int32(last))
     group_barrier(group)
     if (ptx.lds_i32(entries) == 1) & (done != 0):

@@ -1,15 +1,15 @@
 """The forward megakernel: dispatch, fc1, activation, fc2 and combine in one persistent launch.
 
-Roles (one CTA per SM, 12 warps):
+Roles (one CTA per SM, 12 warps; in brackets with ``service_warps=8``, 16 warps):
 
-    all warps of a few CTAs   dispatch-send, before the roles split
-    warp 0                    load            TMA tiles for fc1 and fc2
-    warp 1                    recv-and-place  layout; rows from their source PEs into the pool
-    warp 2                    combine-send    with the pre-reduced combine: sum the rows of one
-                                              (token, PE), send the sum; then reduce
-    warps 2, 3                reduce          sum contributions, write y
-    warps 4–7, 8–11           math            WGMMA, activation, rows to their source PEs or to
-                                              pool_y; then combine-send and reduce
+    all warps of a few CTAs        dispatch-send, before the roles split
+    warp 0      [0]                load            TMA tiles for fc1 and fc2
+    warp 1      [1, 2]             recv-and-place  layout; rows from their source PEs into the pool
+    warp 2      [3, 4]             combine-send    with the pre-reduced combine: sum the rows of one
+                                                   (token, PE), send the sum; then reduce
+    warps 2, 3  [3–7]              reduce          sum contributions, write y
+    warps 4–7, 8–11 [8–11, 12–15]  math            WGMMA, activation, rows to their source PEs or to
+                                                   pool_y; then combine-send and reduce
 
 Barriers of a CTA: ``full[s]`` 1 arrival + bytes (load → math), ``empty[s]`` 8 arrivals, one per
 math warp (math → load), ``ring_full[r]`` 1 arrival + bytes (inside recv-and-place),
@@ -28,26 +28,23 @@ from megamoe.cute_kernels.combine import reduce_role
 from megamoe.cute_kernels.combine_send import combine_send_role
 from megamoe.cute_kernels.context import Context
 from megamoe.cute_kernels.dispatch import dispatch_send
+from megamoe.cute_kernels.kernel_config import KernelConfig
 from megamoe.cute_kernels.load import load_role
 from megamoe.cute_kernels.mma_sm90 import math_role
 from megamoe.cute_kernels.pipelines import init_barriers
 from megamoe.cute_kernels.place import recv_and_place
-from megamoe.cute_kernels.problem import KernelConfig, Problem
-from megamoe.cute_kernels.roles import LOAD_WARP, PLACE_WARP, SEND_WARP
+from megamoe.cute_kernels.problem import Problem
+from megamoe.cute_kernels.roles import LOAD_WARP, PLACE_WARP, first_reduce_warp
 from megamoe.cute_kernels.smem import (
     CTRL_EPOCH,
     CTRL_FLAG,
     CTRL_REDUCE,
     CTRL_SEND,
     CTRL_TOKENS,
-    NUM_WARPS,
-    SERVICE_WARPS,
     SharedMap,
 )
 from megamoe.cute_kernels.sync import Guard
 from megamoe.cute_kernels.workspace import local_block, symmetric_block
-
-THREADS = NUM_WARPS * 32
 
 
 class ForwardKernel:
@@ -101,7 +98,7 @@ class ForwardKernel:
             status,
         ).launch(
             grid=(grid, 1, 1),
-            block=(THREADS, 1, 1),
+            block=(self.config.threads, 1, 1),
             smem=self.shared.total,
             min_blocks_per_mp=1,
             cooperative=True,
@@ -190,20 +187,20 @@ class ForwardKernel:
         # dispatch-send used the pipeline stages by generic accesses; TMA writes them next.
         ptx.fence_proxy_async_shared()
         cute.arch.sync_threads()
-        if warp < SERVICE_WARPS:
+        if warp < config.service_warps:
             cute.arch.setmaxregister_decrease(config.service_registers)
             if warp == LOAD_WARP:
                 load_role(c)
-            elif warp == PLACE_WARP:
-                recv_and_place(c)
+            elif warp < first_reduce_warp(config):
+                recv_and_place(c, warp - PLACE_WARP)
             else:
                 if cutlass.const_expr(problem.prereduced):
-                    if warp == SEND_WARP:
+                    if warp < first_reduce_warp(config) + config.send_warps:
                         combine_send_role(c)
                 reduce_role(c)
         else:
             cute.arch.setmaxregister_increase(config.math_registers)
-            math_role(c, thread - SERVICE_WARPS * 32)
+            math_role(c, thread - config.service_warps * 32)
             # The sums sit in the tail: math warps without a tile left help with them.
             if cutlass.const_expr(problem.prereduced):
                 combine_send_role(c)
@@ -235,5 +232,6 @@ def zero_next_bank(c: Context, thread: Int32):
 @cute.jit
 def zero_words(c: Context, thread: Int32, address: Int64, count: Int32):
     """All CTAs together store ``count`` zero words."""
-    for word in cutlass.range(c.cta * THREADS + thread, count, c.grid * THREADS, unroll=1):
+    threads = c.config.threads
+    for word in cutlass.range(c.cta * threads + thread, count, c.grid * threads, unroll=1):
         ptx.st_i32(address + Int64(word) * 4, Int32(0))

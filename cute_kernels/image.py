@@ -4,7 +4,9 @@ Nothing here imports the compiler, so a machine without it can hold, load and la
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from megamoe.cute_kernels.kernel_config import KernelConfig
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)", re.S)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+[\w$]+(?:\[(\d+)\])?")
@@ -46,6 +48,7 @@ class Image:
         mma_instructions: static count of WGMMA instructions by shape and types.
         notes: ptxas notes (C7xxx lines).
         compile_seconds: trace and compile time.
+        config: what it was compiled with; the host sizes its side of a launch by it.
     """
 
     entry: str
@@ -61,6 +64,7 @@ class Image:
     mma_instructions: dict[str, int]
     notes: tuple[str, ...]
     compile_seconds: float
+    config: KernelConfig = field(default_factory=KernelConfig)
 
     @property
     def setmaxnreg_kept(self) -> bool:

@@ -7,6 +7,7 @@ from cutlass import Int32, cute
 
 from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.context import Context
+from megamoe.cute_kernels.kernel_config import fc1_tiles, fc2_tiles
 from megamoe.cute_kernels.problem import BLOCK_M
 from megamoe.cute_kernels.scheduler import TileScheduler, make_scheduler
 
@@ -59,8 +60,8 @@ def tiles_of(c: Context) -> TileScheduler:
         c.cta,
         c.grid,
         block_prefix(c, c.local_experts()),
-        c.problem.fc1_tiles,
-        c.problem.fc2_tiles,
+        fc1_tiles(c.problem, c.config),
+        fc2_tiles(c.problem, c.config),
         c.config.lag_waves,
         # fc2 of the block whose place another takes must come before that one's fc1.
         c.problem.ring_blocks - 1 if c.problem.ring_blocks else c.problem.pool_blocks,

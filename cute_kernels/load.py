@@ -19,18 +19,14 @@ from megamoe.cute_kernels.pipelines import (
     full_barrier,
     make_position,
 )
-from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M, BLOCK_N
+from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M
 from megamoe.cute_kernels.scheduler import TilePhase
-from megamoe.cute_kernels.smem import (
-    A_STAGE_BYTES,
-    B_STAGE_BYTES,
-    BF16_BYTES,
-    MATH_WARPGROUPS,
-)
+from megamoe.cute_kernels.smem import B_STAGE_BYTES, BF16_BYTES, a_stage_bytes
 from megamoe.cute_kernels.sync import wait_at_least
 from megamoe.cute_kernels.tensor_maps import NARROW_ROWS, WIDE_ROWS
 
-HALF = BLOCK_N // 2
+HALF = 128
+"""Weight rows of one half of a tile."""
 SLOT_ROWS = 64
 SLOT_BYTES = SLOT_ROWS * BLOCK_K * BF16_BYTES
 ROW_BYTES = BLOCK_K * BF16_BYTES
@@ -40,7 +36,7 @@ ROW_BYTES = BLOCK_K * BF16_BYTES
 def copy_rows_of_k(a: Int32, weights: Int64, k: Int32, rows, parts, expert: Int32, full: Int32):
     """K-major storage: one box of 128 rows for each half of the tile."""
     for half in cutlass.range_constexpr(2):
-        target = a + half * (A_STAGE_BYTES // 2)
+        target = a + half * (HALF * ROW_BYTES)
         ptx.tma_load_4d(target, weights, k, rows[half], parts[half], expert, full)
 
 
@@ -72,9 +68,10 @@ def copy_weights(
     same_storage = p.w13_transposed == p.w2_transposed and not p.paired_rows
     first_part = 1 if p.w13_layout == "up_gate" else 0
     # fc1 with a gate: both halves start at the same row; else the second follows the first.
-    rows_1 = (n * HALF, n * HALF) if p.gated else (n * BLOCK_N, n * BLOCK_N + HALF)
+    first = n * c.config.block_n
+    rows_1 = (n * HALF, n * HALF) if p.gated else (first, first + HALF)
     parts_1 = (first_part, 1 - first_part) if p.gated else (0, 0)
-    rows_2 = (n * BLOCK_N, n * BLOCK_N + HALF)
+    rows_2 = (first, first + HALF)
     if cutlass.const_expr(same_storage):
         weights = c.map("w13")
         row_0, row_1 = rows_1
@@ -88,7 +85,7 @@ def copy_weights(
         copy(a, weights, k, (row_0, row_1), (part_0, part_1), expert, full)
     elif phase == TilePhase.FC1:
         if cutlass.const_expr(p.paired_rows):
-            copy_paired(a, c.map("w13"), k, n * BLOCK_N, expert, full)
+            copy_paired(a, c.map("w13"), k, n * c.config.block_n, expert, full)
         else:
             copy = copy_transposed if p.w13_transposed else copy_rows_of_k
             parts = (Int32(parts_1[0]), Int32(parts_1[1]))
@@ -128,11 +125,11 @@ def load_tile(
         narrow = c.map("pool_h_8")
         k_tiles = Int32(ceil_div(c.problem.intermediate, BLOCK_K))
     row = c.stored_block(block) * BLOCK_M
-    nbytes = Int32(A_STAGE_BYTES) + width * ROW_BYTES
+    nbytes = Int32(a_stage_bytes(c.config)) + width * ROW_BYTES
     for k_tile in cutlass.range(k_tiles, unroll=1):
         ptx.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
         full = full_barrier(c, position.stage)
-        a = c.smem + c.shared.a + position.stage * A_STAGE_BYTES
+        a = c.smem + c.shared.a + position.stage * a_stage_bytes(c.config)
         b = c.smem + c.shared.b + position.stage * B_STAGE_BYTES
         k = k_tile * BLOCK_K
         with cute.arch.elect_one():
@@ -148,10 +145,10 @@ def prefetch_weights(c: Context, expert: Int32, n: Int32):
     """Bring the first k-tiles of a CTA's first fc1 tile to L2: nothing depends on its rows."""
     p = c.problem
     k_tiles = min(c.config.prefetch_tiles, ceil_div(p.hidden, BLOCK_K))
-    row = n * (BLOCK_N if p.paired_rows or not p.gated else HALF)
+    row = n * (c.config.block_n if p.paired_rows or not p.gated else HALF)
     rows_of_box = SLOT_ROWS if p.w13_transposed else HALF
     parts = 2 if p.gated and not p.paired_rows else 1
-    boxes = BLOCK_N // (rows_of_box * parts)
+    boxes = c.config.block_n // (rows_of_box * parts)
     with cute.arch.elect_one():
         for k_tile in cutlass.range(k_tiles, unroll=1):
             k = k_tile * BLOCK_K
@@ -202,7 +199,7 @@ def load_role(c: Context):
             wait_at_least(
                 c.guard,
                 c.counter("h_ready", tiles.block),
-                Int32(c.problem.fc1_tiles * MATH_WARPGROUPS),
+                Int32(c.h_target()),
                 "gpu",
                 int(Phase.H_READY),
                 c.pe,

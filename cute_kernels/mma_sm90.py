@@ -23,7 +23,7 @@ from megamoe.cute_kernels.pipelines import (
     full_barrier,
     make_position,
 )
-from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M, BLOCK_N
+from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M
 from megamoe.cute_kernels.scheduler import TilePhase
 from megamoe.cute_kernels.staging import GROUP_THREADS
 
@@ -85,7 +85,7 @@ def main_loop(
     tiled_mma = make_mma(width, transposed)
     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
     thread_mma = tiled_mma.get_slice(math_thread)
-    weights = operand(c, c.shared.a, BLOCK_N, transposed, BLOCK_N * BLOCK_K)
+    weights = operand(c, c.shared.a, c.config.block_n, transposed, c.config.block_n * BLOCK_K)
     tokens = operand(c, c.shared.b, width, False, BLOCK_M * BLOCK_K)
     a_frag = tiled_mma.make_fragment_A(thread_mma.partition_A(weights))
     b_frag = tiled_mma.make_fragment_B(thread_mma.partition_B(tokens))

@@ -11,9 +11,6 @@ from cutlass import Int32, cute
 
 from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.context import Context
-from megamoe.cute_kernels.smem import MATH_WARPGROUPS
-
-EMPTY_ARRIVALS = MATH_WARPGROUPS * 4
 
 
 @dataclass
@@ -54,8 +51,8 @@ def init_barriers(c_smem: Int32, shared: cutlass.Constexpr, config: cutlass.Cons
     """Initialise all mbarriers of the CTA; one thread."""
     for stage in cutlass.range_constexpr(config.stages):
         ptx.mbarrier_init(c_smem + shared.full + stage * 8, 1)
-        ptx.mbarrier_init(c_smem + shared.empty + stage * 8, EMPTY_ARRIVALS)
-    for slot in cutlass.range_constexpr(config.ring_slots):
+        ptx.mbarrier_init(c_smem + shared.empty + stage * 8, config.math_warps)
+    for slot in cutlass.range_constexpr(config.place_warps * config.ring_slots):
         ptx.mbarrier_init(c_smem + shared.ring_full + slot * 8, 1)
     ptx.mbarrier_init(c_smem + shared.layout_ready, 1)
     ptx.fence_mbarrier_init()

@@ -1,10 +1,10 @@
 """recv-and-place: wait for the routes, lay out the pool, fetch each token row once, store it to
 each of its expert rows.
 
-One warp a CTA. The layout is the same on every CTA, so each computes its own copy in shared memory
-and hands it to the other roles through the ``layout_ready`` mbarrier. Records are then shared out
-over CTAs in (local expert, rotated source, token) order; the sources rotate by PE so that not all
-PEs pull from the same one at once.
+One or two warps a CTA. The layout is the same on every CTA, so the first warp of each computes a
+copy in shared memory and hands it to the other roles through the ``layout_ready`` mbarrier. Records
+are then shared out over the place warps of all CTAs ("workers") in (local expert, rotated source,
+token) order; the sources rotate by PE so that not all PEs pull from the same one at once.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.lay_out import await_routes, lay_out, pools_fit
 from megamoe.cute_kernels.problem import BLOCK_M
 from megamoe.cute_kernels.records import receive_rows, record_token
-from megamoe.cute_kernels.smem import BF16_BYTES, MATH_WARPGROUPS, copy_bytes
+from megamoe.cute_kernels.smem import BF16_BYTES, copy_bytes
 from megamoe.cute_kernels.sync import (
     aborted,
     wait_at_least,
@@ -28,12 +28,15 @@ from megamoe.cute_kernels.sync import (
 
 @dataclass
 class RecordCursor:
-    """Walks this CTA's records in (expert, rotated source, index) order; with a ring pool, where
+    """Walks this worker's records in (expert, rotated source, index) order; with a ring pool, where
     that must be the order of the rows, sources are not rotated.
 
-    ``before`` is the number of records in earlier segments modulo the grid: record r of the whole
-    order belongs to CTA r mod grid.
+    ``before`` is the number of records in earlier segments modulo ``workers``: record r of the
+    whole order belongs to worker r mod workers.
     """
+
+    worker: Int32
+    workers: Int32
 
     expert: Int32
     turn: Int32
@@ -46,7 +49,7 @@ class RecordCursor:
 
     @cute.jit
     def open_segment(self, c: Context):
-        """Load the current (expert, source) segment and find this CTA's first record in it."""
+        """Load the current (expert, source) segment and find this worker's first record in it."""
         self.source = self.turn
         if cutlass.const_expr(c.problem.ring_blocks == 0):
             self.source = self.turn + c.pe
@@ -56,15 +59,15 @@ class RecordCursor:
         address = c.smem + c.shared.primary + entry * 4
         self.first = ptx.lds_i32(address)
         self.count = ptx.lds_i32(address + 4) - self.first
-        self.index = c.cta - self.before
+        self.index = self.worker - self.before
         if self.index < 0:
-            self.index = self.index + c.grid
+            self.index = self.index + self.workers
 
     @cute.jit
     def settle(self, c: Context, experts: Int32):
-        """Go on to the next segment while the current one has no further record of this CTA."""
+        """Go on to the next segment while the current one has no further record of this worker."""
         while (self.valid == 1) & (self.index >= self.count):
-            self.before = (self.before + self.count) % c.grid
+            self.before = (self.before + self.count) % self.workers
             self.turn = self.turn + 1
             if self.turn == c.problem.num_pes:
                 self.turn = Int32(0)
@@ -85,7 +88,7 @@ class RecordCursor:
     @cute.jit
     def advance(self, c: Context, experts: Int32):
         """Step to the next record."""
-        self.index = self.index + c.grid
+        self.index = self.index + self.workers
         self.settle(c, experts)
 
     @cute.jit
@@ -96,10 +99,12 @@ class RecordCursor:
         return c.sym("route") + record * (c.problem.record_words * 4)
 
 
-def make_cursor() -> RecordCursor:
+def make_cursor(worker: Int32, workers: Int32) -> RecordCursor:
     """A cursor before its first record."""
     zero = Int32(0)
     return RecordCursor(
+        worker=worker,
+        workers=workers,
         expert=zero,
         turn=zero,
         source=zero,
@@ -116,8 +121,12 @@ class RowRing:
     """Slots of row pieces in shared memory: loads run ahead of stores by all slots but one.
 
     ``piece`` is the next piece to load of the load cursor's record; ``load_slot`` and
-    ``store_slot`` name the slots, ``parity`` the phase of the store side's ``ring_full``.
+    ``store_slot`` name the slots, ``parity`` the phase of the store side's ``ring_full``;
+    ``base`` and ``full`` are the shared addresses of the warp's slots and their barriers.
     """
+
+    base: Int32
+    full: Int32
 
     piece: Int32
     load_slot: Int32
@@ -136,10 +145,10 @@ class RowRing:
         if nbytes > size:
             nbytes = Int32(size)
         source = c.peer(cursor.source, "x") + Int64(token) * row_bytes + offset
-        full = c.smem + c.shared.ring_full + self.load_slot * 8
+        full = self.full + self.load_slot * 8
         with cute.arch.elect_one():
             ptx.mbarrier_arrive_expect_tx(full, nbytes)
-            ptx.bulk_load(c.smem + c.shared.ring + self.load_slot * size, source, nbytes, full)
+            ptx.bulk_load(self.base + self.load_slot * size, source, nbytes, full)
         self.load_slot = self.load_slot + 1
         if self.load_slot == self.slots:
             self.load_slot = Int32(0)
@@ -169,7 +178,7 @@ def await_free_block(c: Context, block: Int32):
     wait_at_least(
         c.guard,
         c.counter("y_ready", earlier),
-        Int32(c.problem.fc2_tiles * MATH_WARPGROUPS),
+        Int32(c.y_target()),
         "gpu",
         int(Phase.FREE),
         c.pe,
@@ -181,7 +190,7 @@ def await_free_block(c: Context, block: Int32):
 
 
 @cute.jit
-def place_rows(c: Context):
+def place_rows(c: Context, warp: Int32):
     """Copy rows: per piece wait for its load, store it to every row of the record, and load the
     next piece into the slot whose stores are complete. A record's rows are announced one piece
     late, so that a store is always in flight."""
@@ -190,9 +199,12 @@ def place_rows(c: Context):
     row_bytes = problem.hidden * BF16_BYTES
     pieces = ceil_div(row_bytes, size)
     experts = c.local_experts()
-    loads = make_cursor()
-    stores = make_cursor()
+    warps = c.config.place_warps
+    loads = make_cursor(c.cta * warps + warp, c.grid * warps)
+    stores = make_cursor(c.cta * warps + warp, c.grid * warps)
     ring = RowRing(
+        base=c.smem + c.shared.ring + warp * (c.config.ring_slots * size),
+        full=c.smem + c.shared.ring_full + warp * (c.config.ring_slots * 8),
         piece=Int32(0),
         load_slot=Int32(0),
         store_slot=Int32(0),
@@ -222,7 +234,7 @@ def place_rows(c: Context):
                     complete_row = Int32(-1)
                     await_free_block(c, block)
         for piece in cutlass.range(pieces, unroll=1):
-            ptx.mbarrier_wait(c.smem + c.shared.ring_full + ring.store_slot * 8, ring.parity)
+            ptx.mbarrier_wait(ring.full + ring.store_slot * 8, ring.parity)
             offset = piece * size
             nbytes = row_bytes - offset
             if nbytes > size:
@@ -230,7 +242,7 @@ def place_rows(c: Context):
             if row >= 0:
                 stored = c.stored_block(row // BLOCK_M) * BLOCK_M + row % BLOCK_M
                 target = c.loc("pool_x") + Int64(stored) * row_bytes + offset
-                slot = c.smem + c.shared.ring + ring.store_slot * size
+                slot = ring.base + ring.store_slot * size
                 ptx.bulk_store(target, slot, nbytes)
             ptx.bulk_commit()
             ptx.bulk_wait(1)
@@ -250,8 +262,8 @@ def place_rows(c: Context):
 
 
 @cute.jit
-def recv_and_place(c: Context):
-    """The whole role."""
+def make_layout(c: Context) -> Int32:
+    """Await the routes and lay out the pool for all roles of the CTA; 1 if there is work."""
     ok = await_routes(c)
     if ok == 1:
         if cutlass.const_expr(c.problem.capacity_checked):
@@ -269,8 +281,20 @@ def recv_and_place(c: Context):
     if lane() == 0:
         ptx.sts_i32(c.smem + c.shared.skip, Int32(ok == 0))
         ptx.mbarrier_arrive(c.smem + c.shared.layout_ready)
+    return ok
+
+
+@cute.jit
+def recv_and_place(c: Context, warp: Int32):
+    """The whole role of place warp ``warp``; the first makes the layout."""
+    ok = Int32(0)
+    if warp == 0:
+        ok = make_layout(c)
+    else:
+        ptx.mbarrier_wait(c.smem + c.shared.layout_ready, Int32(0))
+        ok = 1 - ptx.lds_i32(c.smem + c.shared.skip)
     if ok == 1:
         ptx.fence_proxy_async_global()
         cute.arch.sync_warp()
         if aborted(c.guard) == 0:
-            place_rows(c)
+            place_rows(c, warp)

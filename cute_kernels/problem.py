@@ -1,18 +1,15 @@
-"""What one compiled forward kernel is fixed to: the problem and the kernel config.
+"""What one compiled kernel is fixed to by its layer: the problem.
 
 Letters: P PEs, T tokens, H hidden, I intermediate, E experts, K top-k, S expert slots (all PEs),
 M pool rows. Pure integers: nothing here imports the compiler.
 """
 
-import itertools
 from dataclasses import dataclass
 
 from megamoe.cute_kernels.arith import ceil_div, round_up
 
 BLOCK_M = 128
 """Pool rows (tokens) of one output tile; every expert's pool segment is padded to it."""
-BLOCK_N = 256
-"""Weight rows of one tile: 128 gate and 128 up rows in fc1, 256 output columns in fc2."""
 BLOCK_K = 64
 """Reduction elements of one pipeline stage: one 128-byte swizzle row of bf16."""
 GATED_ACTIVATIONS = ("silu", "gelu_tanh", "relu", "gpt_oss", "swiglu_clamped")
@@ -189,16 +186,6 @@ class Problem:
         return min(self.top_k, self.num_pes) if self.prereduced else self.top_k
 
     @property
-    def fc1_tiles(self) -> int:
-        """fc1 tiles of one M-block; with a gate BLOCK_N weight rows are half gate, half up."""
-        return ceil_div(self.intermediate, BLOCK_N // 2 if self.gated else BLOCK_N)
-
-    @property
-    def fc2_tiles(self) -> int:
-        """fc2 tiles of one M-block."""
-        return ceil_div(self.hidden, BLOCK_N)
-
-    @property
     def pool_blocks(self) -> int:
         """Blocks that the rows of a call may fill."""
         return self.pool_rows // BLOCK_M
@@ -207,57 +194,3 @@ class Problem:
     def stored_rows(self) -> int:
         """Rows of ``pool_x`` and ``pool_h`` in memory."""
         return min(self.ring_blocks or self.pool_blocks, self.pool_blocks) * BLOCK_M
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelConfig:
-    """Tunable choices of a forward kernel that change no result.
-
-    Args:
-        stages: depth of the TMA → WGMMA pipeline, 48 KB each.
-        service_registers, math_registers: ``setmaxnreg`` of the two kinds of warpgroup.
-        lag_waves: how many waves of fc1 tiles lie between fc1 and fc2 of an M-block.
-        ring_slots: row-copy slots of at most 4 KB in recv-and-place.
-        token_widths: tokens a tile's WGMMA may cover; a tile takes the smallest that holds its
-            valid rows. Multiples of 8, ascending, the last BLOCK_M.
-        prefetch_tiles: weight k-tiles of a CTA's first tile that are brought to L2 while its
-            rows are awaited.
-        poll_sleep_ns: pause between two polls of a cross-CTA word.
-    """
-
-    stages: int = 4
-    service_registers: int = 56
-    math_registers: int = 224
-    lag_waves: int = 1
-    ring_slots: int = 3
-    token_widths: tuple[int, ...] = (8, 16, 32, 64, BLOCK_M)
-    prefetch_tiles: int = 8
-    poll_sleep_ns: int = 64
-
-    def __post_init__(self) -> None:
-        for name, low, high in (
-            ("stages", 2, 8),
-            ("lag_waves", 1, 64),
-            ("ring_slots", 2, 16),
-            ("prefetch_tiles", 0, 64),
-            ("poll_sleep_ns", 0, 1_000_000),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"{name}={value}: must be {low} to {high}")
-        widths = self.token_widths
-        ascending = all(a < b for a, b in itertools.pairwise(widths))
-        if not widths or widths[-1] != BLOCK_M or not ascending or any(w % 8 for w in widths):
-            raise ValueError(
-                f"token_widths={widths}: must be ascending multiples of 8 that end with {BLOCK_M}"
-            )
-        for name in ("service_registers", "math_registers"):
-            value = getattr(self, name)
-            if value % 8 or not 24 <= value <= 240:
-                raise ValueError(f"{name}={value}: setmaxnreg takes multiples of 8 from 24 to 240")
-        registers = 128 * self.service_registers + 256 * self.math_registers
-        if registers > 65536:
-            raise ValueError(
-                f"math_registers={self.math_registers}: 128·service + 256·math = {registers} "
-                "registers exceed the 65536 of an SM"
-            )

@@ -7,24 +7,13 @@ same table, so the two cannot disagree (CASES S7, S8).
 from dataclasses import dataclass
 
 from megamoe.cute_kernels.arith import ceil_div, round_up
-from megamoe.cute_kernels.problem import (
-    BLOCK_K,
-    BLOCK_M,
-    BLOCK_N,
-    KernelConfig,
-    Problem,
-)
-from megamoe.cute_kernels.roles import FIRST_MATH_WARP, WARPS
+from megamoe.cute_kernels.kernel_config import KernelConfig
+from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M, Problem
 
 SMEM_LIMIT = 232448
 """Shared memory a CTA may use on sm_90, bytes (CUDA programming guide, compute capability 9.0)."""
-NUM_WARPS = WARPS
-SERVICE_WARPS = FIRST_MATH_WARP
-MATH_WARPGROUPS = 2
 BF16_BYTES = 2
-A_STAGE_BYTES = BLOCK_N * BLOCK_K * BF16_BYTES
 B_STAGE_BYTES = BLOCK_M * BLOCK_K * BF16_BYTES
-STAGE_BYTES = A_STAGE_BYTES + B_STAGE_BYTES
 PIECE_TOKENS = 32
 """Tokens of one epilogue piece: 32 tokens by 64 weight rows, one 4 KB swizzled buffer."""
 PIECE_BYTES = PIECE_TOKENS * BLOCK_K * BF16_BYTES
@@ -40,6 +29,11 @@ CTRL_FLAG = 8
 CTRL_REDUCE = 12
 CTRL_SEND = 16
 CTRL_BYTES = 64
+
+
+def a_stage_bytes(config: KernelConfig) -> int:
+    """Bytes of the weight rows of one stage."""
+    return config.block_n * BLOCK_K * BF16_BYTES
 
 
 def copy_bytes(p: Problem) -> int:
@@ -90,14 +84,14 @@ class SharedMap:
             offset += nbytes
 
         experts = p.experts_per_pe
-        place("a", config.stages * A_STAGE_BYTES, 1024)
+        place("a", config.stages * a_stage_bytes(config), 1024)
         place("b", config.stages * B_STAGE_BYTES, 1024)
-        place("staging", MATH_WARPGROUPS * STAGING_BUFFERS * PIECE_BYTES, 1024)
-        place("ring", config.ring_slots * copy_bytes(p), 128)
-        place("row_entries", MATH_WARPGROUPS * BLOCK_M * ROW_ENTRY_BYTES)
+        place("staging", config.math_groups * STAGING_BUFFERS * PIECE_BYTES, 1024)
+        place("ring", config.place_warps * config.ring_slots * copy_bytes(p), 128)
+        place("row_entries", config.math_groups * BLOCK_M * ROW_ENTRY_BYTES)
         place("full", 8 * config.stages)
         place("empty", 8 * config.stages)
-        place("ring_full", 8 * config.ring_slots)
+        place("ring_full", 8 * config.place_warps * config.ring_slots)
         place("layout_ready", 8)
         place("skip", 4)
         place("ctrl", CTRL_BYTES)
@@ -111,18 +105,19 @@ class SharedMap:
                 f"stages={config.stages}, ring_slots={config.ring_slots}: {shared.total} bytes of "
                 f"shared memory, allowed are {SMEM_LIMIT}; use fewer stages or ring slots"
             )
-        if dispatch_bytes(p) > shared.staging:
+        counting = dispatch_bytes(p, config)
+        if counting > shared.staging:
             raise ValueError(
-                f"num_slots={p.num_slots}: counting needs {dispatch_bytes(p)} bytes of shared "
+                f"num_slots={p.num_slots}: counting needs {counting} bytes of shared "
                 f"memory, allowed are {shared.staging} (the pipeline stages)"
             )
         return shared
 
 
-def dispatch_bytes(p: Problem) -> int:
+def dispatch_bytes(p: Problem, config: KernelConfig) -> int:
     """Bytes dispatch-send uses in the idle pipeline stages: per-warp histograms of rows and
     primaries, and one list base per slot."""
-    return 4 * p.num_slots * (2 * NUM_WARPS + 1)
+    return 4 * p.num_slots * (2 * config.warps + 1)
 
 
 def default_config(p: Problem) -> KernelConfig:

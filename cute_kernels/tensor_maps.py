@@ -21,10 +21,12 @@ up. The third dimension has size 1 without a gate.
 
 from dataclasses import dataclass
 
-from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_N, Problem
+from megamoe.cute_kernels.problem import BLOCK_K, Problem
 from megamoe.cute_kernels.smem import BF16_BYTES, PIECE_TOKENS
 
 SWIZZLE_BYTES = 128
+HALF_ROWS = 128
+"""Rows of a box of weights: half a tile."""
 WIDE_ROWS = 64
 """Pool rows of the wide token box; tiles of 64 and 128 tokens use it."""
 NARROW_ROWS = 8
@@ -66,7 +68,7 @@ def w2_spec(p: Problem, experts: int) -> TensorMapSpec:
 
 def _spec(dims: tuple[int, ...], strides: tuple[int, ...], transposed: bool) -> TensorMapSpec:
     """A weight map; ``strides`` in elements."""
-    box = (BLOCK_K, WIDE_ROWS, 1, 1) if transposed else (BLOCK_K, BLOCK_N // 2, 1, 1)
+    box = (BLOCK_K, WIDE_ROWS, 1, 1) if transposed else (BLOCK_K, HALF_ROWS, 1, 1)
     return TensorMapSpec(dims, tuple(stride * BF16_BYTES for stride in strides), box)
 
 

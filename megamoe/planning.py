@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megamoe.config import MoEConfig
-from megamoe.cute_kernels.problem import KernelConfig, Problem
+from megamoe.cute_kernels.kernel_config import KernelConfig
+from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.smem import SharedMap, default_config
 from megamoe.cute_kernels.workspace import local_block, symmetric_block
 from megamoe.lowering import kernel_problem

@@ -17,7 +17,7 @@ from megamoe._version import __version__
 from megamoe.checks import check_inputs, check_kernel_support, check_weights
 from megamoe.config import MoEConfig
 from megamoe.cute_kernels.image import Image
-from megamoe.cute_kernels.problem import KernelConfig
+from megamoe.cute_kernels.kernel_config import KernelConfig
 from megamoe.planning import Plan, plan
 from megamoe.runtime.cache import ImageCache, default_cache
 from megamoe.runtime.devices.cuda import CudaDevice

@@ -17,7 +17,8 @@ import torch
 from megamoe.checks import check_group, check_group_weights, check_kernel_support
 from megamoe.config import MoEConfig
 from megamoe.cute_kernels.image import Image
-from megamoe.cute_kernels.problem import KernelConfig, Problem
+from megamoe.cute_kernels.kernel_config import KernelConfig
+from megamoe.cute_kernels.problem import Problem
 from megamoe.lowering import kernel_problem
 from megamoe.runtime.cache import default_cache
 
@@ -85,7 +86,7 @@ class VgpuMoE:
         detect: bool = False,
         image: Image | None = None,
     ):
-        from megamoe.cute_kernels.roles import ROLES
+        from megamoe.cute_kernels.roles import roles_of
         from megamoe.runtime.devices.vgpu import VgpuDevice
         from megamoe.runtime.local_group import LocalGroup
         from megamoe.runtime.vgpu.world import World
@@ -102,7 +103,8 @@ class VgpuMoE:
         self.world = World(
             pes=cfg.num_pes, seed=seed, schedule=schedule, completion=completion, detect=detect
         )
-        self.devices = [VgpuDevice(self.world, pe, ROLES) for pe in range(cfg.num_pes)]
+        roles = roles_of(self.image.config)
+        self.devices = [VgpuDevice(self.world, pe, roles) for pe in range(cfg.num_pes)]
         self.group = LocalGroup(
             problem=self.problem,
             image=self.image,

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from megamoe import MoEConfig
-from megamoe.cute_kernels.problem import KernelConfig, Problem
+from megamoe.cute_kernels.kernel_config import KernelConfig
+from megamoe.cute_kernels.problem import Problem
 from megamoe.lowering import kernel_problem
 
 PES = (1, 2, 4, 8)

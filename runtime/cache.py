@@ -27,7 +27,8 @@ import filelock
 import platformdirs
 
 from megamoe.cute_kernels.image import Image
-from megamoe.cute_kernels.problem import KernelConfig, Problem
+from megamoe.cute_kernels.kernel_config import KernelConfig
+from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.smem import default_config
 from megamoe.runtime.errors import CompilerMissing
 from megamoe.runtime.image_file import FORMAT_VERSION, SUFFIX, BadImageFile, decode, encode
@@ -362,7 +363,7 @@ def _size_of(path: Path) -> int:
 def _key_from_plain(plain: dict[str, Any]) -> ImageKey:
     values = dict(plain)
     values["problem"] = Problem(**values["problem"])
-    values["config"] = KernelConfig(**values["config"])
+    values["config"] = KernelConfig.from_plain(values["config"])
     return ImageKey(**values)
 
 

@@ -20,8 +20,9 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from megamoe.cute_kernels.image import Image, Parameter
+from megamoe.cute_kernels.kernel_config import KernelConfig
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SUFFIX = ".mmimage"
 _MAGIC = b"MEGAMOE\n"
 _HEAD = struct.Struct("<8sII32s")
@@ -38,8 +39,9 @@ def encode(image: Image, key: dict[str, Any]) -> bytes:
     rest = {
         field.name: getattr(image, field.name)
         for field in fields(image)
-        if field.name not in ("ptx", "cubin", "parameters")
+        if field.name not in ("ptx", "cubin", "parameters", "config")
     }
+    rest["config"] = asdict(image.config)
     rest["parameters"] = [asdict(parameter) for parameter in image.parameters]
     head = json.dumps(
         {"key": key, "image": rest, "ptx": len(ptx), "cubin": len(image.cubin)}, sort_keys=True
@@ -73,11 +75,12 @@ def decode(data: bytes) -> tuple[Image, dict[str, Any]]:
         values = dict(head["image"])
         values["parameters"] = tuple(Parameter(**entry) for entry in values["parameters"])
         values["setmaxnreg"] = tuple((way, count) for way, count in values["setmaxnreg"])
+        values["config"] = KernelConfig.from_plain(values["config"])
         values["notes"] = tuple(values["notes"])
         if ptx_end + head["cubin"] != len(body):
             raise BadImageFile("sizes in the head do not add up")
         image = Image(ptx=body[head_bytes:ptx_end].decode(), cubin=body[ptx_end:], **values)
         return image, head["key"]
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         # Intact bytes of a program that writes other fields under the same format version.
         raise BadImageFile(f"unknown contents: {error}") from error

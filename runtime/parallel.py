@@ -8,7 +8,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from megamoe.cute_kernels.image import Image
-from megamoe.cute_kernels.problem import KernelConfig, Problem
+from megamoe.cute_kernels.kernel_config import KernelConfig
+from megamoe.cute_kernels.problem import Problem
 from megamoe.runtime.cache import DEFAULT_ARCH, Compile, ImageCache, ImageKey
 from megamoe.runtime.image_file import decode, encode
 

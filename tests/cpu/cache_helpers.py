@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.cute_kernels.image import Image, Parameter
-from megamoe.cute_kernels.problem import KernelConfig, Problem
+from megamoe.cute_kernels.kernel_config import KernelConfig
+from megamoe.cute_kernels.problem import Problem
 from megamoe.runtime.cache import ImageCache
 
 

@@ -18,7 +18,7 @@ import cache_helpers
 import pytest
 from cache_helpers import fake_compile, hash_of, problem
 
-from megamoe.cute_kernels.problem import KernelConfig
+from megamoe.cute_kernels.kernel_config import KernelConfig
 from megamoe.cute_kernels.smem import default_config
 from megamoe.runtime import cache as cache_module
 from megamoe.runtime.cache import ImageCache, ImageKey, default_folder, source_fingerprint

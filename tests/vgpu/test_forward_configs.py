@@ -18,6 +18,7 @@ CHANGES = {
     "late_fc2": {"lag_waves": 4},
     "no_prefetch": {"prefetch_tiles": 0},
     "lean_service": {"service_registers": 40, "math_registers": 232},
+    "sixteen_warps": {"service_warps": 8, "math_registers": 200, "ring_slots": 2},
 }
 
 

@@ -7,7 +7,7 @@ from forward_cases import assert_same_bits
 from strategies import Call
 
 from megamoe import MoEConfig
-from megamoe.cute_kernels.roles import ROLES
+from megamoe.cute_kernels.roles import roles_of
 from megamoe.reference import moe_oracle
 from megamoe.runtime.devices.vgpu import VgpuDevice
 from megamoe.runtime.local_group import LocalGroup
@@ -38,7 +38,7 @@ def second_group(moe: VgpuMoE, *, timeout_s: float = 300.0) -> LocalGroup:
     return LocalGroup(
         problem=moe.problem,
         image=moe.image,
-        devices=[VgpuDevice(moe.world, pe, ROLES) for pe in pes],
+        devices=[VgpuDevice(moe.world, pe, roles_of(moe.image.config)) for pe in pes],
         run=moe.world.run,
         replicas=moe.cfg.replicas,
         grid=2,

@@ -1,0 +1,144 @@
+"""Tunable choices of a kernel: one frozen dataclass, its validity rules and its budgets.
+
+Pure integers: nothing here imports the compiler.
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from megamoe.cute_kernels.arith import ceil_div
+from megamoe.cute_kernels.problem import BLOCK_M, Problem
+
+SM_REGISTERS = 65536
+WARPGROUP_THREADS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """Tunable choices of a forward kernel that change no result.
+
+    Args:
+        stages: depth of the TMA → WGMMA pipeline.
+        service_warps: 4, or 8: twice the warps that place rows and sum contributions.
+        service_registers, math_registers: ``setmaxnreg`` of the two kinds of warpgroup.
+        lag_waves: how many waves of fc1 tiles lie between fc1 and fc2 of an M-block.
+        ring_slots: row-copy slots of at most 4 KB of each place warp.
+        block_n: weight rows of one tile. With a gate, half of those of fc1 are gate, half up.
+        token_widths: tokens a tile's WGMMA may cover; a tile takes the smallest that holds its
+            valid rows. Multiples of 8, ascending, the last BLOCK_M.
+        prefetch_tiles: weight k-tiles of a CTA's first tile that are brought to L2 while its
+            rows are awaited.
+        poll_sleep_ns: pause between two polls of a cross-CTA word.
+
+    Raises:
+        ValueError: a value outside the ranges above; names the field, the value and what is
+            allowed.
+    """
+
+    stages: int = 4
+    service_warps: int = 4
+    service_registers: int = 56
+    math_registers: int = 224
+    lag_waves: int = 1
+    ring_slots: int = 3
+    block_n: int = 256
+    token_widths: tuple[int, ...] = (8, 16, 32, 64, BLOCK_M)
+    prefetch_tiles: int = 8
+    poll_sleep_ns: int = 64
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, allowed: str) -> None:
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r}: {allowed}")
+
+        for name, low, high in (
+            ("stages", 2, 8),
+            ("lag_waves", 1, 64),
+            ("ring_slots", 2, 16),
+            ("prefetch_tiles", 0, 64),
+            ("poll_sleep_ns", 0, 1_000_000),
+        ):
+            need(low <= getattr(self, name) <= high, name, f"must be {low} to {high}")
+        need(self.service_warps in (4, 8), "service_warps", "must be 4 or 8")
+        need(self.block_n in (256,), "block_n", "must be 256")
+        widths = self.token_widths
+        ascending = all(a < b for a, b in itertools.pairwise((0, *widths)))
+        ascending = ascending and all(width % 8 == 0 for width in widths)
+        need(
+            ascending and widths[-1:] == (BLOCK_M,),
+            "token_widths",
+            f"must be ascending multiples of 8 that end with {BLOCK_M}",
+        )
+        launch = self.launch_registers
+        for name, low, high in (
+            ("service_registers", 24, launch),
+            ("math_registers", launch, 240),
+        ):
+            value = getattr(self, name)
+            need(
+                value % 8 == 0 and low <= value <= high,
+                name,
+                f"setmaxnreg takes multiples of 8, here from {low} to {high} ({self.threads} "
+                f"threads are launched with {launch})",
+            )
+        needed = WARPGROUP_THREADS * (
+            self.service_warps // 4 * self.service_registers
+            + self.math_groups * self.math_registers
+        )
+        need(
+            needed <= self.threads * launch,
+            "math_registers",
+            f"service and math warps together need {needed} registers; they exceed the "
+            f"{self.threads * launch} that a CTA is launched with",
+        )
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> "KernelConfig":
+        """From ``asdict`` after a trip through JSON, which has no tuples."""
+        return cls(**values | {"token_widths": tuple(values["token_widths"])})
+
+    @property
+    def place_warps(self) -> int:
+        """Warps of recv-and-place."""
+        return self.service_warps // 4
+
+    @property
+    def send_warps(self) -> int:
+        """Service warps that do combine-send before they reduce (pre-reduced combine)."""
+        return self.service_warps // 4
+
+    @property
+    def math_groups(self) -> int:
+        """Warpgroups of math."""
+        return 2
+
+    @property
+    def math_warps(self) -> int:
+        """Warps of math."""
+        return 4 * self.math_groups
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA."""
+        return self.service_warps + self.math_warps
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps
+
+    @property
+    def launch_registers(self) -> int:
+        """Registers a thread is launched with: what an SM has, in steps of 8."""
+        return SM_REGISTERS // self.threads // 8 * 8
+
+
+def fc1_tiles(p: Problem, config: KernelConfig) -> int:
+    """fc1 tiles of one M-block; with a gate ``block_n`` weight rows are half gate, half up."""
+    return ceil_div(p.intermediate, config.block_n // 2 if p.gated else config.block_n)
+
+
+def fc2_tiles(p: Problem, config: KernelConfig) -> int:
+    """fc2 tiles of one M-block."""
+    return ceil_div(p.hidden, config.block_n)
