@@ -86,7 +86,7 @@ THETA = {
 """theta / v of step 2 as (constant, factor of |z|)."""
 
 
-def _product_and_loss(
+def product_and_loss(
     a_RN: torch.Tensor, b_MN: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
     """``a @ b.T`` in fp64, ``[R, M]``, with ``loss`` ``[R, M]`` and ``s`` of the derivation."""
@@ -101,17 +101,17 @@ def _product_and_loss(
     return value_RM, loss_RM, s
 
 
-def _add_fp32(total: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+def add_fp32(total: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
     """Error after a rounded fp32 addition whose exact result is within ``error`` of ``total``."""
     return error + V_FP32 / 2 * (total.abs() + error)
 
 
-def _round_bf16(value: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+def round_bf16(value: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
     """Error after rounding to bf16 a number that is within ``error`` of ``value``."""
     return (1.0 + U_BF16) * error + U_BF16 * value.abs() + UNDERFLOW
 
 
-def _sigmoid_argument(cfg: MoEConfig, gate: torch.Tensor) -> torch.Tensor:
+def sigmoid_argument(cfg: MoEConfig, gate: torch.Tensor) -> torch.Tensor:
     """z of step 2."""
     if cfg.activation == "gelu_tanh":
         return 2.0 * math.sqrt(2.0 / math.pi) * (gate + 0.044715 * gate**3)
@@ -135,11 +135,11 @@ def _activation_and_error(
     if cfg.activation == "relu":
         a_RI = gate_RI.clamp(min=0.0)
     else:
-        a_RI = gate_RI * torch.sigmoid(_sigmoid_argument(cfg, gate_RI))
+        a_RI = gate_RI * torch.sigmoid(sigmoid_argument(cfg, gate_RI))
     act_RI, spread_RI = a_RI * q_RI, q_RI.abs() + dup_RI
     dact_RI = a_RI.abs() * dup_RI + LIPSCHITZ[cfg.activation] * dgate_RI * spread_RI
     constant, factor = THETA[cfg.activation]
-    z_RI = _sigmoid_argument(cfg, gate_RI.abs() + dgate_RI)
+    z_RI = sigmoid_argument(cfg, gate_RI.abs() + dgate_RI)
     theta_RI = V_FP32 * (constant + factor * z_RI)
     underflow = UNDERFLOW / min(1.0, cfg.activation_alpha)
     return act_RI, dact_RI + theta_RI * (act_RI.abs() + dact_RI) + underflow * spread_RI
@@ -157,35 +157,35 @@ def _row_and_error(
 ) -> torch.Tensor:
     """Steps 1 to 4 in fp64: ``[R, 2, H]``, the exact row and the bound on its error. With
     ``weight_at="combine"`` both are multiplied by the weight."""
-    fc1_RG, loss_RG, s = _product_and_loss(x_RH, w13_GH)
+    fc1_RG, loss_RG, s = product_and_loss(x_RH, w13_GH)
     dfc1_RG = loss_RG / (1.0 - s)
     if b13_G is not None:
         fc1_RG = fc1_RG + b13_G
-        dfc1_RG = _add_fp32(fc1_RG, dfc1_RG)
+        dfc1_RG = add_fp32(fc1_RG, dfc1_RG)
     act_RI, ea_RI = _activation_and_error(cfg, fc1_RG, dfc1_RG)
     scale_R1 = weight_R[:, None] if cfg.weight_at == "act" else torch.ones_like(weight_R)[:, None]
     h_RI = act_RI * scale_R1
-    eh_RI = _round_bf16(h_RI, ea_RI * scale_R1.abs())
-    row_RH, loss_RH, s = _product_and_loss(h_RI, w2_HI)
+    eh_RI = round_bf16(h_RI, ea_RI * scale_R1.abs())
+    row_RH, loss_RH, s = product_and_loss(h_RI, w2_HI)
     moved_RH = eh_RI @ w2_HI.abs().T
     er_RH = moved_RH + (loss_RH + s * moved_RH) / (1.0 - s)
     if b2_H is not None:
         row_RH = row_RH + b2_H
-        er_RH = _add_fp32(row_RH, er_RH)
-    er_RH = _round_bf16(row_RH, er_RH)
+        er_RH = add_fp32(row_RH, er_RH)
+    er_RH = round_bf16(row_RH, er_RH)
     if cfg.weight_at == "combine":
         row_RH = row_RH * weight_R[:, None]
         er_RH = er_RH * weight_R[:, None].abs()
     return torch.stack([row_RH, er_RH], dim=1)
 
 
-def _direct(cfg: MoEConfig, row_TKH: torch.Tensor, er_TKH: torch.Tensor) -> torch.Tensor:
+def sum_direct(cfg: MoEConfig, row_TKH: torch.Tensor, er_TKH: torch.Tensor) -> torch.Tensor:
     """Step 5, direct: ``[T, H]`` error of the fp32 sum over the slots given."""
     roundings = (cfg.top_k + (1 if cfg.weight_at == "combine" else 0)) * V_FP32
     return (er_TKH + roundings * (row_TKH.abs() + er_TKH)).sum(dim=1)
 
 
-def _prereduced(
+def sum_prereduced(
     cfg: MoEConfig, row_TKH: torch.Tensor, er_TKH: torch.Tensor, pe_TK: torch.Tensor
 ) -> torch.Tensor:
     """Step 5, prereduced: ``[T, H]``; ``pe_TK`` is the PE of each slot."""
@@ -194,10 +194,10 @@ def _prereduced(
         mine_TK1 = (pe_TK == pe)[:, :, None]
         row_pe_TKH, er_pe_TKH = row_TKH * mine_TK1, er_TKH * mine_TK1
         sum_TH = row_pe_TKH.sum(dim=1)
-        es_TH = _direct(cfg, row_pe_TKH, er_pe_TKH)
+        es_TH = sum_direct(cfg, row_pe_TKH, er_pe_TKH)
         count_T1 = mine_TK1.sum(dim=1)
         rounded_T1 = count_T1 > (0 if cfg.weight_at == "combine" else 1)
-        es_TH = torch.where(rounded_T1, _round_bf16(sum_TH, es_TH), es_TH)
+        es_TH = torch.where(rounded_T1, round_bf16(sum_TH, es_TH), es_TH)
         total_TH += es_TH + cfg.num_pes * V_FP32 * (sum_TH.abs() + es_TH)
     return total_TH
 
@@ -252,12 +252,12 @@ def error_bound(
         )
         row_TKH, er_TKH = rows[:, :, 0], rows[:, :, 1]
         if cfg.combine_mode == "prereduced":
-            ey_TH = _prereduced(cfg, row_TKH, er_TKH, pe_of_slots(cfg, topk_ids))
+            ey_TH = sum_prereduced(cfg, row_TKH, er_TKH, pe_of_slots(cfg, topk_ids))
         else:
-            ey_TH = _direct(cfg, row_TKH, er_TKH)
+            ey_TH = sum_direct(cfg, row_TKH, er_TKH)
         y_TH = row_TKH.sum(dim=1)
         if residual is not None:
             y_TH = y_TH + torch.cat(list(residual)).double()
-            ey_TH = _add_fp32(y_TH, ey_TH)
-        bound_TH = _round_bf16(y_TH, ey_TH)
+            ey_TH = add_fp32(y_TH, ey_TH)
+        bound_TH = round_bf16(y_TH, ey_TH)
     return list(bound_TH.split([x_TH.shape[0] for x_TH in x]))

@@ -24,7 +24,7 @@ Legend of shape suffixes:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,9 +32,15 @@ import torch
 from megamoe.activations import activation_gradients
 from megamoe.checks import FLOAT_DTYPES, check_group, check_residual
 from megamoe.config import NON_GATED, MoEConfig
-from megamoe.reference import Rounding, router_weights, sum_slots, sum_slots_by_pe
+from megamoe.reference import (
+    Rounding,
+    pe_of_slots,
+    router_weights,
+    sum_slots,
+    sum_slots_by_pe,
+)
 from megamoe.routes import route_slots
-from megamoe.weights import canonical_weights, split_per_pe, stored_gradients
+from megamoe.weights import canonical_weights, stored_gradients
 
 
 class RowGradients(NamedTuple):
@@ -209,43 +215,27 @@ def moe_backward_oracle(
     check_residual(cfg, dy, x=x, dtypes=FLOAT_DTYPES, name="dy")
     check_residual(cfg, residual, x=x, dtypes=FLOAT_DTYPES)
     weights = canonical_weights(cfg, w13, w2, num_experts=cfg.num_experts, b13=b13, b2=b2)
-    local = [None if t is None else split_per_pe(cfg, t) for t in weights]
     x_TH, dy_TH = torch.cat(list(x)).to(dtype), torch.cat(list(dy)).to(dtype)
     weights_TK = torch.cat([router_weights(weights_TK) for weights_TK in topk_weights])
-    places = [route_slots(cfg, pe=pe, topk_ids_TK=ids) for pe, ids in enumerate(topk_ids)]
-    pe_TK, local_TK = (torch.cat([place[i] for place in places]) for i in (0, 1))
-
     acc = torch.float32 if rounding == "kernel" else dtype
-    dx_TKH = torch.zeros(*pe_TK.shape, cfg.hidden, dtype=acc, device=x_TH.device)
-    dweight_TK = torch.zeros(pe_TK.shape, dtype=acc, device=x_TH.device)
-    made: list[list[ExpertGradients]] = []
+    dx_TKH = torch.zeros(*weights_TK.shape, cfg.hidden, dtype=acc, device=x_TH.device)
+    dweight_TK = torch.zeros(weights_TK.shape, dtype=acc, device=x_TH.device)
+    made: list[list[ExpertGradients]] = [[] for _ in range(cfg.num_pes)]
     with torch.no_grad():
-        for pe in range(cfg.num_pes):
-            made.append([])
-            for expert in range(cfg.experts_per_pe[pe]):
-                token_R, slot_R = ((pe_TK == pe) & (local_TK == expert)).nonzero(as_tuple=True)
-                w13_GH, w2_HI, b13_G, b2_H = (
-                    None if per_pe is None else per_pe[pe][expert] for per_pe in local
-                )
-                assert w13_GH is not None and w2_HI is not None
-                operands = {
-                    "dy_RH": dy_TH[token_R],
-                    "x_RH": x_TH[token_R],
-                    "weight_R": weights_TK[token_R, slot_R],
-                }
-                rows = expert_dgrad(
-                    cfg,
-                    **operands,
-                    w13_GH=w13_GH.to(dtype),
-                    w2_HI=w2_HI.to(dtype),
-                    b13_G=b13_G,
-                    b2_H=b2_H,
-                    rounding=rounding,
-                )
-                dx_TKH[token_R, slot_R] = rows.dx_RH.to(acc)
-                dweight_TK[token_R, slot_R] = rows.dweight_R
-                made[pe].append(expert_wgrad(cfg, **operands, rows=rows, rounding=rounding))
-    dx_TH = sum_dx(cfg, dx_TKH, pe_TK=pe_TK, rounding=rounding)
+        for place in places_of_rows(cfg, topk_ids):
+            token_R, slot_R = place.token_R, place.slot_R
+            operands = {
+                "dy_RH": dy_TH[token_R],
+                "x_RH": x_TH[token_R],
+                "weight_R": weights_TK[token_R, slot_R],
+            }
+            expert = weights.of(place.expert, dtype)
+            rows = expert_dgrad(cfg, **operands, **expert, rounding=rounding)
+            dx_TKH[token_R, slot_R] = rows.dx_RH.to(acc)
+            dweight_TK[token_R, slot_R] = rows.dweight_R
+            grads = expert_wgrad(cfg, **operands, rows=rows, rounding=rounding)
+            made[place.pe].append(grads)
+    dx_TH = sum_dx(cfg, dx_TKH, pe_TK=pe_of_slots(cfg, topk_ids), rounding=rounding)
     counts = [x_TH.shape[0] for x_TH in x]
     stored = [stored_gradients(cfg, grads, like=x_TH, dtype=acc) for grads in made]
     dw13, dw2, db13, db2 = (list(parts) for parts in zip(*stored, strict=True))
@@ -258,6 +248,25 @@ def moe_backward_oracle(
         db2=db2 if cfg.fc2_bias else None,
         dresidual=None if residual is None else [t.to(acc) for t in dy],
     )
+
+
+class PlaceRows(NamedTuple):
+    """The rows of one place, as (token, k) in the concatenation of all PEs' tokens."""
+
+    pe: int
+    expert: int
+    token_R: torch.Tensor
+    slot_R: torch.Tensor
+
+
+def places_of_rows(cfg: MoEConfig, topk_ids: Sequence[torch.Tensor]) -> Iterator[PlaceRows]:
+    """Every place, PE by PE and by local index, with its rows in pool order; R may be 0."""
+    routed = [route_slots(cfg, pe=pe, topk_ids_TK=ids_TK) for pe, ids_TK in enumerate(topk_ids)]
+    pe_TK, local_TK = (torch.cat([part[i] for part in routed]) for i in (0, 1))
+    for pe in range(cfg.num_pes):
+        for local, expert in enumerate(cfg.local_experts(pe)):
+            mine_TK = (pe_TK == pe) & (local_TK == local)
+            yield PlaceRows(pe, expert, *mine_TK.nonzero(as_tuple=True))
 
 
 def sum_dx(

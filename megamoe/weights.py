@@ -10,7 +10,7 @@ Legend of shape suffixes:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,15 @@ class CanonicalWeights(NamedTuple):
     w2_EHI: torch.Tensor
     b13_EG: torch.Tensor | None
     b2_EH: torch.Tensor | None
+
+    def of(self, expert: int, dtype: torch.dtype) -> dict[str, Any]:
+        """One expert's, matrices in ``dtype``: arguments of `reference_backward.expert_dgrad`."""
+        return {
+            "w13_GH": self.w13_EGH[expert].to(dtype),
+            "w2_HI": self.w2_EHI[expert].to(dtype),
+            "b13_G": None if self.b13_EG is None else self.b13_EG[expert],
+            "b2_H": None if self.b2_EH is None else self.b2_EH[expert],
+        }
 
 
 def _gate_first(cfg: MoEConfig, rows_EG: torch.Tensor) -> torch.Tensor:

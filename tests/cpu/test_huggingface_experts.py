@@ -15,6 +15,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from megamoe import MoEConfig
 from megamoe.reference import moe_oracle
+from megamoe.reference_backward import moe_backward_oracle, sum_replicas
 
 HIDDEN, INTER, EXPERTS, TOP_K, TOKENS = 40, 24, 6, 3, 23
 COMMON: dict[str, Any] = {
@@ -97,3 +98,14 @@ def test_oracle_equals_the_module_and_its_gradients(build: Any) -> None:
     for ours_grad, their_grad in zip(got, expected, strict=True):
         torch.testing.assert_close(ours_grad, their_grad, rtol=1e-10, atol=1e-12)
         assert their_grad.any()
+    split = {"x": x_TH.detach(), "topk_ids": ids_TK, "topk_weights": weights_TK, "dy": seed_TH}
+    grads = moe_backward_oracle(
+        cfg,
+        **{name: list(tensor.split([9, TOKENS - 9])) for name, tensor in split.items()},
+        **{name: tensor.detach() for name, tensor in tensors.items()},
+    )
+    closed = {"x": torch.cat(grads.dx)}
+    for name in tensors:
+        closed[name] = sum_replicas(cfg, getattr(grads, f"d{name}"))
+    for ours_grad, their_grad in zip(closed.values(), expected, strict=True):
+        torch.testing.assert_close(ours_grad, their_grad, rtol=1e-10, atol=1e-12)
