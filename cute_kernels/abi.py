@@ -22,15 +22,16 @@ PARAMETERS: tuple[tuple[str, str, str], ...] = (
     ("bias2", "u64", "address of the fc2 bias [E_local, H], or 0"),
     ("symmetric", "u64", "this PE's symmetric block"),
     ("local", "u64", "this PE's local block"),
-    ("maps", "u64", "address of the tensor maps, MAPS order, 128 bytes each"),
+    ("maps", "u64", "address of the tensor maps, 128 bytes each (tensor_maps.py)"),
     ("pe", "u32", "this PE"),
     ("timeout_ns", "u64", "deadline of cross-CTA waits, 0 = none"),
     ("status", "u64", "address of the status record, in memory the host reads without waiting"),
+    ("saved", "u64", "what a training call keeps (saved.py), or 0"),
+    ("dgrad", "u64", "what dgrad leaves for wgrad (saved.py), or 0"),
+    ("d_topk", "u64", "dgrad: address of d_topk_weights [T, K] fp32, or 0"),
 )
-"""Launch parameters in order: name, width, meaning. The host packs them from this table."""
-
-MAPS = ("w13", "w2", "pool_x", "pool_x_8", "pool_h", "pool_h_8", "pool_h_store", "pool_y_store")
-"""Order of the tensor maps; their boxes are in ``tensor_maps.py``."""
+"""Launch parameters in order: name, width, meaning. The host packs them from this table. dgrad
+takes the gradient of y as ``x`` and writes the gradient of x to ``y``."""
 
 
 class Phase(IntEnum):

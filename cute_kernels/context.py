@@ -9,11 +9,12 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from megamoe.cute_kernels import ptx
-from megamoe.cute_kernels.abi import MAPS
 from megamoe.cute_kernels.kernel_config import KernelConfig, fc1_tiles, fc2_tiles
 from megamoe.cute_kernels.problem import Problem
+from megamoe.cute_kernels.saved import dgrad_block, saved_block
 from megamoe.cute_kernels.smem import SharedMap
 from megamoe.cute_kernels.sync import Guard
+from megamoe.cute_kernels.tensor_maps import map_names
 from megamoe.cute_kernels.workspace import TENSOR_MAP_BYTES, local_block, symmetric_block
 
 
@@ -35,6 +36,9 @@ class Context:
     local: Int64
     maps: Int64
     pe: Int32
+    saved: Int64
+    dgrad: Int64
+    d_topk: Int64
     epoch: Int32
     bank: Int32
     tokens: Int32
@@ -53,6 +57,42 @@ class Context:
     def loc(self, region: str) -> Int64:
         """Address of a local region."""
         return self.local + local_block(self.problem)[region].offset
+
+    def saved_region(self, region: str) -> Int64:
+        """Address of a region that the forward keeps."""
+        return self.saved + saved_block(self.problem)[region].offset
+
+    def dgrad_region(self, region: str) -> Int64:
+        """Address of a region that dgrad leaves."""
+        return self.dgrad + dgrad_block(self.problem)[region].offset
+
+    def pool_x(self) -> Int64:
+        """Address of the pool that recv-and-place fills."""
+        if self.problem.backward:
+            return self.dgrad_region("dy")
+        return self.saved_region("x") if self.problem.saves else self.loc("pool_x")
+
+    def route_counts(self) -> Int64:
+        """Address of the call's ``[P, S]`` rows per (source PE, slot)."""
+        if self.problem.backward:
+            return self.saved_region("route_count")
+        p = self.problem
+        return self.sym("route_count") + Int64(self.bank * p.num_pes) * (p.num_slots * 4)
+
+    def primary_counts(self) -> Int64:
+        """Address of the call's ``[P, E_local]`` records per (source PE, local expert)."""
+        if self.problem.backward:
+            return self.saved_region("primary_count")
+        p = self.problem
+        return self.sym("primary_count") + Int64(self.bank * p.num_pes) * (p.experts_per_pe * 4)
+
+    def records(self, source: Int32) -> Int64:
+        """Address of the call's route records from PE ``source``."""
+        p = self.problem
+        nbytes = p.max_records * p.record_words * 4
+        if p.backward:
+            return self.saved_region("route") + Int64(source) * nbytes
+        return self.sym("route") + Int64(self.bank * p.num_pes + source) * nbytes
 
     def peer(self, pe: Int32, region: str) -> Int64:
         """Address of a symmetric region on PE ``pe``."""
@@ -82,7 +122,7 @@ class Context:
 
     def map(self, name: str) -> Int64:
         """Address of a tensor map."""
-        return self.maps + MAPS.index(name) * TENSOR_MAP_BYTES
+        return self.maps + map_names(self.problem).index(name) * TENSOR_MAP_BYTES
 
     def slot_base(self, pe: Int32) -> Int32:
         """First expert slot of PE ``pe``; ``slot_base(P)`` is the number of slots."""

@@ -161,7 +161,7 @@ def fc1_epilogue(
                 buffer = staging(c, group, piece % STAGING_BUFFERS)
                 row = c.stored_block(block) * BLOCK_M + piece * PIECE_TOKENS
                 store_piece_by_tma(
-                    c.map("pool_h_store"), column, row, buffer, thread, group, values, p.paired_rows
+                    c.map("pool_h_piece"), column, row, buffer, thread, group, values, p.paired_rows
                 )
         if cutlass.const_expr(not p.gated):
             # The second half starts with buffer 0 again, whichever was used last.

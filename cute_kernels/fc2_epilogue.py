@@ -92,7 +92,7 @@ def fc2_to_pool(
                     row = block * BLOCK_M + piece * PIECE_TOKENS
                     buffer = staging(c, group, piece % STAGING_BUFFERS)
                     store_piece_by_tma(
-                        c.map("pool_y_store"), column, row, buffer, thread, group, values, False
+                        c.map("pool_y_piece"), column, row, buffer, thread, group, values, False
                     )
             # The second half starts with buffer 0 again, whichever was used last.
             if thread == 0:

@@ -75,6 +75,9 @@ class ForwardKernel:
         pe: Int32,
         timeout_ns: Int64,
         status: Int64,
+        saved: Int64,
+        dgrad: Int64,
+        d_topk: Int64,
         grid: Int32,
     ):
         """Host entry of the trace; only the grid is not a kernel parameter."""
@@ -96,6 +99,9 @@ class ForwardKernel:
             pe,
             timeout_ns,
             status,
+            saved,
+            dgrad,
+            d_topk,
         ).launch(
             grid=(grid, 1, 1),
             block=(self.config.threads, 1, 1),
@@ -124,6 +130,9 @@ class ForwardKernel:
         pe: Int32,
         timeout_ns: Int64,
         status: Int64,
+        saved: Int64,
+        dgrad: Int64,
+        d_topk: Int64,
     ):
         """Setup, then the table of roles."""
         problem, shared, config = self.problem, self.shared, self.config
@@ -171,6 +180,9 @@ class ForwardKernel:
             local=local,
             maps=maps,
             pe=pe,
+            saved=saved,
+            dgrad=dgrad,
+            d_topk=d_topk,
             epoch=epoch,
             bank=epoch & 1,
             tokens=ptx.lds_i32(ctrl + CTRL_TOKENS),

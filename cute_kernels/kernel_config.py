@@ -135,10 +135,12 @@ class KernelConfig:
 
 
 def fc1_tiles(p: Problem, config: KernelConfig) -> int:
-    """fc1 tiles of one M-block; with a gate ``block_n`` weight rows are half gate, half up."""
-    return ceil_div(p.intermediate, config.block_n // 2 if p.gated else config.block_n)
+    """Tiles of one M-block's first GEMM; in a forward with a gate, half of their ``block_n``
+    weight rows are gate, half up."""
+    halves = 2 if p.gated and not p.backward else 1
+    return ceil_div(p.intermediate, config.block_n // halves)
 
 
 def fc2_tiles(p: Problem, config: KernelConfig) -> int:
-    """fc2 tiles of one M-block."""
+    """Tiles of one M-block's second GEMM."""
     return ceil_div(p.hidden, config.block_n)

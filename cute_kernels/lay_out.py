@@ -49,7 +49,7 @@ def lay_out(c: Context):
     num_pes = problem.num_pes
     first_slot = c.slot_base(c.pe)
     experts = c.local_experts()
-    counts = c.sym("route_count") + Int64(c.bank * num_pes) * (problem.num_slots * 4)
+    counts = c.route_counts()
     carry = Int32(0)
     base = Int32(0)
     while base < experts:
@@ -87,8 +87,7 @@ def lay_out(c: Context):
 def list_primaries(c: Context, source: Int32, experts: Int32):
     """Where each local expert's records begin in the list of ``source``: exclusive prefix."""
     problem = c.problem
-    row = c.bank * problem.num_pes + source
-    counts = c.sym("primary_count") + Int64(row * problem.experts_per_pe) * 4
+    counts = c.primary_counts() + Int64(source) * (problem.experts_per_pe * 4)
     target = c.smem + c.shared.primary + source * ((problem.experts_per_pe + 1) * 4)
     carry = Int32(0)
     base = Int32(0)
@@ -111,7 +110,7 @@ def pools_fit(c: Context) -> Int32:
     """1 if the padded segments of every PE fit its pool. All PEs see the same counts, so all
     decide alike; the first PE that is too small goes into the status record."""
     problem = c.problem
-    counts = c.sym("route_count") + Int64(c.bank * problem.num_pes) * (problem.num_slots * 4)
+    counts = c.route_counts()
     fit = Int32(1)
     for pe in cutlass.range(problem.num_pes, unroll=1):
         needed = Int32(0)

@@ -9,7 +9,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from megamoe.cute_kernels import ptx
-from megamoe.cute_kernels.abi import MAPS, Phase
+from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context
 from megamoe.cute_kernels.layout import ExpertCursor, tiles_of, token_width
@@ -23,7 +23,7 @@ from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M
 from megamoe.cute_kernels.scheduler import TilePhase
 from megamoe.cute_kernels.smem import B_STAGE_BYTES, BF16_BYTES, a_stage_bytes
 from megamoe.cute_kernels.sync import wait_at_least
-from megamoe.cute_kernels.tensor_maps import NARROW_ROWS, WIDE_ROWS
+from megamoe.cute_kernels.tensor_maps import NARROW_ROWS, WIDE_ROWS, map_names
 
 HALF = 128
 """Weight rows of one half of a tile."""
@@ -165,7 +165,7 @@ def prefetch_weights(c: Context, expert: Int32, n: Int32):
 def load_role(c: Context):
     """The whole role: per tile wait for its rows or activations, then feed the pipeline."""
     with cute.arch.elect_one():
-        for name in MAPS:
+        for name in map_names(c.problem):
             ptx.fence_tensormap_acquire(c.map(name))
             ptx.prefetch_tensormap(c.map(name))
     tiles = tiles_of(c)

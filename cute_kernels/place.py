@@ -94,9 +94,8 @@ class RecordCursor:
     @cute.jit
     def address(self, c: Context) -> Int64:
         """Address of the current record."""
-        first = Int64(c.bank * c.problem.num_pes + self.source) * c.problem.max_records
-        record = first + self.first + self.index
-        return c.sym("route") + record * (c.problem.record_words * 4)
+        record = Int64(self.first + self.index)
+        return c.records(self.source) + record * (c.problem.record_words * 4)
 
 
 def make_cursor(worker: Int32, workers: Int32) -> RecordCursor:
@@ -241,7 +240,7 @@ def place_rows(c: Context, warp: Int32):
                 nbytes = Int32(size)
             if row >= 0:
                 stored = c.stored_block(row // BLOCK_M) * BLOCK_M + row % BLOCK_M
-                target = c.loc("pool_x") + Int64(stored) * row_bytes + offset
+                target = c.pool_x() + Int64(stored) * row_bytes + offset
                 slot = ring.base + ring.store_slot * size
                 ptx.bulk_store(target, slot, nbytes)
             ptx.bulk_commit()

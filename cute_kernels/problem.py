@@ -17,6 +17,7 @@ PLAIN_ACTIVATIONS = ("relu2",)
 CLAMPED_ACTIVATIONS = ("gpt_oss", "swiglu_clamped")
 W13_LAYOUTS = ("gate_up", "up_gate", "interleaved")
 BIAS_TYPES = ("none", "bf16", "f32")
+MODES = ("forward", "save", "dgrad")
 SIZE_MULTIPLE = 8
 """H and I: a 16-byte bf16 vector."""
 MAX_PES = 64
@@ -52,6 +53,8 @@ class Problem:
         ring_blocks: 0: the pool holds every row; else blocks of BLOCK_M rows that are used in turn,
             each again once its fc2 is done. Rows are then placed in pool order, so a token may be
             fetched once per expert.
+        mode: ``"forward"``; ``"save"``: a forward that keeps what its backward needs, see
+            ``saved.py``; ``"dgrad"``: its backward, as far as x and the router weights go.
 
     Raises:
         ValueError: a value outside the ranges above; names the field, the value and what is
@@ -79,6 +82,7 @@ class Problem:
     weight_at: str = "act"
     combine: str = "direct"
     ring_blocks: int = 0
+    mode: str = "forward"
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, allowed: str) -> None:
@@ -131,6 +135,12 @@ class Problem:
             "ring_blocks",
             "must be 0 (no ring) or at least 2",
         )
+        one_of("mode", MODES)
+        need(
+            self.mode == "forward" or self.ring_blocks == 0,
+            "ring_blocks",
+            "must be 0 in training: the backward needs every row",
+        )
         need(
             self.position_bits + max(1, (self.experts_per_pe - 1).bit_length()) <= 31,
             "max_tokens",
@@ -174,6 +184,16 @@ class Problem:
     def meta_words(self) -> int:
         """int32 words of a row's metadata (``records.py``)."""
         return 8 if self.prereduced else 4
+
+    @property
+    def backward(self) -> bool:
+        """True for dgrad."""
+        return self.mode == "dgrad"
+
+    @property
+    def saves(self) -> bool:
+        """True for a forward that keeps what its backward needs."""
+        return self.mode == "save"
 
     @property
     def prereduced(self) -> bool:

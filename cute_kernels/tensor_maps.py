@@ -16,7 +16,8 @@ interleaved    1, expert)
 =============  ==============================  ======================  ===================
 
 Gate and up are a dimension of their own, so that a box at the edge of I never runs from gate into
-up. The third dimension has size 1 without a gate.
+up. The third dimension has size 1 without a gate. dgrad multiplies with the transposed matrices:
+the same dimensions with the box of the other storage.
 """
 
 from dataclasses import dataclass
@@ -47,45 +48,96 @@ def w13_spec(p: Problem, experts: int) -> TensorMapSpec:
     rows, inter, hidden = p.w13_rows, p.intermediate, p.hidden
     parts = 2 if p.gated else 1
     interleaved = p.w13_layout == "interleaved"
+    k_inside = p.w13_transposed == p.backward
     if p.paired_rows:
-        return _spec((rows, hidden, 1, experts), (rows, rows * hidden, rows * hidden), True)
+        return _spec((rows, hidden, 1, experts), (rows, rows * hidden, rows * hidden), k_inside)
     if p.w13_transposed:
-        return _spec((inter, hidden, parts, experts), (rows, inter, rows * hidden), True)
+        return _spec((inter, hidden, parts, experts), (rows, inter, rows * hidden), k_inside)
     row_stride = 2 * hidden if interleaved else hidden
     part_stride = hidden if interleaved else inter * hidden
     strides = (row_stride, part_stride, rows * hidden)
-    return _spec((hidden, inter, parts, experts), strides, False)
+    return _spec((hidden, inter, parts, experts), strides, k_inside)
 
 
 def w2_spec(p: Problem, experts: int) -> TensorMapSpec:
     """Map of contiguous ``w2 [experts, H, I]`` or, transposed, ``[experts, I, H]``."""
     inter, hidden = p.intermediate, p.hidden
     size = inter * hidden
+    k_inside = p.w2_transposed == p.backward
     if p.w2_transposed:
-        return _spec((hidden, inter, 1, experts), (hidden, size, size), True)
-    return _spec((inter, hidden, 1, experts), (inter, size, size), False)
+        return _spec((hidden, inter, 1, experts), (hidden, size, size), k_inside)
+    return _spec((inter, hidden, 1, experts), (inter, size, size), k_inside)
 
 
-def _spec(dims: tuple[int, ...], strides: tuple[int, ...], transposed: bool) -> TensorMapSpec:
-    """A weight map; ``strides`` in elements."""
-    box = (BLOCK_K, WIDE_ROWS, 1, 1) if transposed else (BLOCK_K, HALF_ROWS, 1, 1)
+def _spec(dims: tuple[int, ...], strides: tuple[int, ...], k_inside: bool) -> TensorMapSpec:
+    """A weight map; ``strides`` in elements; ``k_inside``: the first dimension is reduced over."""
+    box = (BLOCK_K, HALF_ROWS, 1, 1) if k_inside else (BLOCK_K, WIDE_ROWS, 1, 1)
     return TensorMapSpec(dims, tuple(stride * BF16_BYTES for stride in strides), box)
 
 
-def pool_specs(p: Problem) -> dict[str, TensorMapSpec]:
-    """Maps of ``pool_x [M, H]`` and ``pool_h [M, I]``: wide and narrow loads, stores of
-    pieces; and of ``pool_y [M, H]`` where rows are summed before they go back."""
+@dataclass(frozen=True)
+class MapEntry:
+    """A tensor map of a launch: what it describes, and the region of which block it lies on.
 
-    def rows_of(width: int, box_rows: int, rows: int = p.stored_rows) -> TensorMapSpec:
+    ``block`` is ``"weights"`` (``region`` is then ``"w13"`` or ``"w2"``), ``"local"``, or a block
+    of ``saved.py``, ``"saved"`` or ``"dgrad"``.
+    """
+
+    spec: TensorMapSpec
+    block: str
+    region: str
+
+
+def map_table(p: Problem, experts: int) -> dict[str, MapEntry]:
+    """The tensor maps of a launch by name, in the order in which they lie in memory.
+
+    ``pool_x`` holds the rows of the first GEMM (dgrad: of dy); ``…_8`` are the narrow boxes,
+    ``…_piece`` the boxes that epilogues store and load.
+
+    Args:
+        experts: experts of this PE; with none no tile is run, and a map only has to be well
+            formed.
+    """
+    entries = {
+        "w13": MapEntry(w13_spec(p, max(experts, 1)), "weights", "w13"),
+        "w2": MapEntry(w2_spec(p, max(experts, 1)), "weights", "w2"),
+    }
+
+    def rows_of(width: int, box_rows: int, rows: int) -> TensorMapSpec:
         return TensorMapSpec((width, rows), (width * BF16_BYTES,), (BLOCK_K, box_rows))
 
-    stores = {}
+    def pool(name: str, width: int, block: str, region: str, rows: int = p.pool_rows) -> None:
+        entries[name] = MapEntry(rows_of(width, WIDE_ROWS, rows), block, region)
+        entries[f"{name}_8"] = MapEntry(rows_of(width, NARROW_ROWS, rows), block, region)
+
+    def piece(name: str, width: int, block: str, rows: int = p.pool_rows) -> None:
+        entries[f"{name}_piece"] = MapEntry(rows_of(width, PIECE_TOKENS, rows), block, name)
+
+    halves = ("gate", "up") if p.gated else ("up",)
+    if p.backward:
+        pool("pool_x", p.hidden, "dgrad", "dy")
+        if p.paired_rows:
+            pool("dgu", p.w13_rows, "dgrad", "dgu")
+            piece("dgu", p.w13_rows, "dgrad")
+        else:
+            for name in halves:
+                pool(name, p.intermediate, "saved", name)
+        piece("wact", p.intermediate, "dgrad")
+    else:
+        if p.saves:
+            pool("pool_x", p.hidden, "saved", "x")
+        else:
+            pool("pool_x", p.hidden, "local", "pool_x", p.stored_rows)
+        pool("pool_h", p.intermediate, "local", "pool_h", p.stored_rows)
+        piece("pool_h", p.intermediate, "local", p.stored_rows)
+    if p.backward or p.saves:
+        for name in halves:
+            piece(name, p.intermediate, "saved")
     if p.prereduced:
-        stores["pool_y_store"] = rows_of(p.hidden, PIECE_TOKENS, p.pool_rows)
-    return stores | {
-        "pool_x": rows_of(p.hidden, WIDE_ROWS),
-        "pool_x_8": rows_of(p.hidden, NARROW_ROWS),
-        "pool_h": rows_of(p.intermediate, WIDE_ROWS),
-        "pool_h_8": rows_of(p.intermediate, NARROW_ROWS),
-        "pool_h_store": rows_of(p.intermediate, PIECE_TOKENS),
-    }
+        piece("pool_y", p.hidden, "local")
+    return entries
+
+
+def map_names(p: Problem) -> tuple[str, ...]:
+    """Names of the maps of a launch, in order."""
+    return tuple(map_table(p, 1))

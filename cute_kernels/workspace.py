@@ -9,7 +9,7 @@ another shape can never be read as one (CASES X2); each region starts on its own
 import math
 from dataclasses import dataclass
 
-from megamoe.cute_kernels.arith import round_up
+from megamoe.cute_kernels.arith import ceil_div, round_up
 from megamoe.cute_kernels.problem import MAX_SEND_CTAS, Problem
 
 REGION_ALIGN = 256
@@ -67,7 +67,13 @@ class Block:
 
 
 def symmetric_block(p: Problem) -> Block:
-    """Regions that peers address. Writer → reader of each: DESIGN §4, docs/protocol.md."""
+    """Regions that peers address. Writer → reader of each: DESIGN §4, docs/protocol.md.
+
+    The modes of one layer share a block as large as the largest: they agree on all but the end.
+    """
+    backward: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+        ("d_topk", "f32", (p.max_tokens, p.top_k)),
+    )
     return Block.of(
         ("arrive", "u32", (p.num_pes,)),
         ("route_count", "u32", (2, p.num_pes, p.num_slots)),
@@ -76,17 +82,18 @@ def symmetric_block(p: Problem) -> Block:
         ("route", "i32", (2, p.num_pes, p.max_records, p.record_words)),
         ("x", "bf16", (p.max_tokens, p.hidden)),
         ("comb", "bf16", (p.max_tokens, p.comb_slots, p.hidden)),
+        *(backward if p.backward else ()),
     )
 
 
 def local_block(p: Problem) -> Block:
-    """Regions that only this PE's kernel (and its host) touches."""
-    prereduced: tuple[tuple[str, str, tuple[int, ...]], ...] = (
-        ("finished", "u32", (2, p.num_pes * p.max_tokens)),
-        ("token_rows", "i32", (p.num_pes, p.max_tokens, p.top_k)),
-        ("pool_y", "bf16", (p.pool_rows, p.hidden)),
-    )
-    return Block.of(
+    """Regions that only this PE's kernel (and its host) touches.
+
+    What outlives a launch (words and tables) comes first and is alike in all modes of a layer,
+    which share a block as large as the largest. A saving forward has its x rows, and dgrad both
+    pools, in the blocks of ``saved.py``.
+    """
+    regions: list[tuple[str, str, tuple[int, ...]]] = [
         ("epoch", "u32", (1,)),
         ("readers", "u32", (1,)),
         ("sent", "u32", (1,)),
@@ -96,6 +103,10 @@ def local_block(p: Problem) -> Block:
         ("x_ready", "u32", (2, p.pool_blocks)),
         ("h_ready", "u32", (2, p.pool_blocks)),
         ("y_ready", "u32", (2, p.pool_blocks)),
+    ]
+    if p.prereduced:
+        regions.append(("finished", "u32", (2, p.num_pes * p.max_tokens)))
+    regions += [
         ("expert_map", "i32", (p.num_experts,)),
         ("replica_start", "i32", (p.num_experts + 1,)),
         ("replica", "i32", (p.num_slots,)),
@@ -103,7 +114,15 @@ def local_block(p: Problem) -> Block:
         ("peers", "u64", (p.num_pes,)),
         ("histogram", "u32", (MAX_SEND_CTAS, 2, p.num_slots)),
         ("row_meta", "i32", (p.pool_rows, p.meta_words)),
-        ("pool_x", "bf16", (p.stored_rows, p.hidden)),
-        ("pool_h", "bf16", (p.stored_rows, p.intermediate)),
-        *(prereduced if p.prereduced else ()),
-    )
+    ]
+    if p.prereduced:
+        regions.append(("token_rows", "i32", (p.num_pes, p.max_tokens, p.top_k)))
+        regions.append(("pool_y", "bf16", (p.pool_rows, p.hidden)))
+    if p.backward:
+        # Parts of d_topk_weights of a row, one per 64 columns of h, whatever the tile's width.
+        regions.append(("d_weight", "f32", (ceil_div(p.intermediate, 64), p.pool_rows)))
+    else:
+        if not p.saves:
+            regions.append(("pool_x", "bf16", (p.stored_rows, p.hidden)))
+        regions.append(("pool_h", "bf16", (p.stored_rows, p.intermediate)))
+    return Block.of(*regions)

@@ -8,13 +8,11 @@ Legend: T tokens, H hidden, I intermediate, E experts, L local experts, K top-k,
 import numpy as np
 import torch
 
-from megamoe.cute_kernels.abi import MAPS, StatusWord
+from megamoe.cute_kernels.abi import StatusWord
 from megamoe.cute_kernels.image import Image
 from megamoe.cute_kernels.problem import Problem
-from megamoe.cute_kernels.tensor_maps import pool_specs, w2_spec, w13_spec
 from megamoe.cute_kernels.workspace import (
     STATUS_WORDS,
-    TENSOR_MAP_BYTES,
     Block,
     local_block,
     symmetric_block,
@@ -22,6 +20,7 @@ from megamoe.cute_kernels.workspace import (
 from megamoe.runtime.devices.base import Allocation, Device
 from megamoe.runtime.errors import SessionClosed
 from megamoe.runtime.launch import ParameterPacker
+from megamoe.runtime.maps import encode_maps
 from megamoe.runtime.routing_tables import Replicas, routing_tables
 from megamoe.runtime.status import raise_on_status
 from megamoe.runtime.transports.base import SymmetricBlock
@@ -31,6 +30,7 @@ TORCH_DTYPES = {
     "u32": torch.int32,
     "i32": torch.int32,
     "u64": torch.int64,
+    "f32": torch.float32,
     "bf16": torch.bfloat16,
     "u8": torch.uint8,
 }
@@ -118,8 +118,6 @@ class PeSession:
             if region.name == "expert_map":
                 break
             self.local_view(region.name).zero_()
-        if self.problem.prereduced:
-            self.local_view("finished").zero_()
         for name, values in routing_tables(replicas, pe=self.pe, num_pes=self.problem.num_pes):
             self.local_view(name).copy_(torch.tensor(values, dtype=torch.int32))
         self.local_view("peers").copy_(torch.tensor(self._symmetric.peers, dtype=torch.int64))
@@ -127,9 +125,6 @@ class PeSession:
         self._counts.bytes_N.view(torch.int32).copy_(every_T)
         self.clear_status()
         self.device.synchronize()
-
-    def _region_address(self, name: str) -> int:
-        return self._local.address + self._local_table[name].offset
 
     def symmetric_view(self, name: str) -> torch.Tensor:
         """A symmetric region of this PE."""
@@ -167,27 +162,21 @@ class PeSession:
         return self._bind({})
 
     def _bind(self, tensors: dict[str, torch.Tensor]) -> BoundWeights:
-        p = self.problem
         experts = self.local_experts if tensors else 0
-        specs = pool_specs(p)
-        # A pool's maps are named after its region: pool_x, pool_x_8, pool_y_store …
-        addresses = {name: self._region_address(name[: len("pool_x")]) for name in specs}
-        addresses |= dict.fromkeys(tensors, 0)
+        addresses = dict.fromkeys(tensors, 0)
         if experts > 0:
-            specs |= {"w13": w13_spec(p, experts), "w2": w2_spec(p, experts)}
             for name, tensor in tensors.items():
                 addresses[name] = self.device.address_of(tensor, name, keep=True)
                 if addresses[name] % 16:
                     raise ValueError(f"{name}: address {addresses[name]:#x}, must be 16-aligned")
-        data = b""
-        for name in MAPS:
-            # Without experts no tile is run; the weight maps only have to be well formed.
-            known = name if name in specs else "pool_x"
-            data += self.device.encode_tensor_map(specs[known], addresses[known])
-        maps = self.device.allocate(len(MAPS) * TENSOR_MAP_BYTES, "maps")
-        maps.bytes_N.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self.device.synchronize()
-        bound = BoundWeights(tensors, {name: addresses[name] for name in tensors}, maps)
+        maps = encode_maps(
+            self.device,
+            self.problem,
+            experts=experts,
+            weights=addresses,
+            bases={"local": self._local.address},
+        )
+        bound = BoundWeights(tensors, addresses, maps)
         self._bound.append(bound)
         return bound
 
@@ -247,6 +236,9 @@ class PeSession:
                 "bias13": weights.addresses.get("b13", 0),
                 "bias2": weights.addresses.get("b2", 0),
                 "maps": weights.maps.address,
+                "saved": 0,
+                "dgrad": 0,
+                "d_topk": 0,
                 **self._fixed,
             }
         )

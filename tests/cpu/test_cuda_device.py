@@ -13,7 +13,7 @@ from recorded import recording_api as api_of
 
 from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.smem import SMEM_LIMIT, SharedMap, default_config
-from megamoe.cute_kernels.tensor_maps import pool_specs, w2_spec, w13_spec
+from megamoe.cute_kernels.tensor_maps import map_table
 from megamoe.runtime.devices.driver import Driver
 from megamoe.runtime.devices.recording import stub_image
 from megamoe.runtime.errors import (
@@ -66,10 +66,9 @@ def test_tensor_maps_keep_the_documented_rules(sizes, layout):
     api = api_of()
     gpu = device(api)
     address = 0x7F0000000400
-    weights = (w13_spec(p, p.experts_per_pe), w2_spec(p, p.experts_per_pe))
-    specs = [*weights, *pool_specs(p).values()]
+    specs = [entry.spec for entry in map_table(p, p.experts_per_pe).values()]
     maps = [gpu.encode_tensor_map(spec, address) for spec in specs]
-    assert [len(data) for data in maps] == [128] * (2 + len(pool_specs(p)))
+    assert [len(data) for data in maps] == [128] * len(specs)
     calls = [call for name, call in api.calls if name == "cuTensorMapEncodeTiled"]
     for spec, call in zip(specs, calls, strict=True):
         kind, rank, at, dims, strides, box, steps, interleave, swizzle, _, fill = call
@@ -86,7 +85,7 @@ def test_tensor_maps_keep_the_documented_rules(sizes, layout):
         assert steps == [1] * rank
         assert (tuple(dims), tuple(strides), tuple(box)) == (spec.dims, spec.strides, spec.box)
     # The weights' maps end exactly where the tensors end.
-    for spec, rows in zip(weights, (p.w13_rows, p.intermediate), strict=True):
+    for spec, rows in zip(specs[:2], (p.w13_rows, p.intermediate), strict=True):
         nbytes = 2 * p.experts_per_pe * rows * p.hidden
         last = sum((d - 1) * s for d, s in zip(spec.dims[1:], spec.strides, strict=True))
         assert last + 2 * spec.dims[0] == nbytes
