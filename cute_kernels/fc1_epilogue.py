@@ -148,7 +148,7 @@ def fc1_epilogue(
     p = c.problem
     if cutlass.const_expr(p.weight_at == "act"):
         stage_weights(c, thread, group, block, rows)
-    group_barrier(group)
+        group_barrier(group)
     values = make_values()
     for half in cutlass.range_constexpr(1 if p.gated else 2):
         column = n * (c.config.block_n // 2 if p.gated else c.config.block_n)
@@ -167,4 +167,4 @@ def fc1_epilogue(
             # The second half starts with buffer 0 again, whichever was used last.
             if thread == 0:
                 ptx.bulk_wait_read(0)
-    finish_stores(c.counter("h_ready", block), thread, group)
+    finish_stores(c.counter("h_ready", block), thread)

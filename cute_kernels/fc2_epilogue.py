@@ -97,7 +97,7 @@ def fc2_to_pool(
             # The second half starts with buffer 0 again, whichever was used last.
             if thread == 0:
                 ptx.bulk_wait_read(0)
-    finish_stores(c.counter("y_ready", block), thread, group)
+    finish_stores(c.counter("y_ready", block), thread)
 
 
 @cute.jit
@@ -123,11 +123,16 @@ def fc2_to_sources(
     if (thread < rows) & (suppress == 0):
         target, done = row_targets(c, block * BLOCK_M + thread)
     ptx.sts_i64(entries + thread * ROW_ENTRY_BYTES, target)
+    # Orders thread 0's wait for the stores of an fc1 tile before the first write to a buffer.
     group_barrier(group)
     values = make_values()
     for half in cutlass.range_constexpr(2):
         column = n * c.config.block_n + half * (c.config.block_n // 2) + group * GROUP_COLUMNS
         if column < c.problem.hidden:
+            if cutlass.const_expr(half == 1):
+                # This half starts with buffer 0 again; an odd number of pieces would reuse the
+                # buffer that slower threads still read.
+                group_barrier(group)
             bias = row_biases(c, thread, expert, column)
             for piece in cutlass.range_constexpr(PIECES):
                 if piece * PIECE_TOKENS < rows:
@@ -136,9 +141,6 @@ def fc2_to_sources(
                     store_piece(buffer, thread, values, False)
                     group_barrier(group)
                     send_piece(c, buffer, entries, thread, piece, column)
-            # The next half starts with buffer 0 again; an odd number of pieces would reuse the
-            # buffer that slower threads still read.
-            group_barrier(group)
     count_block(c, thread, group, block, done)
 
 

@@ -196,9 +196,9 @@ class ForwardKernel:
         )
         zero_next_bank(c, thread)
         dispatch_send(c, thread)
-        # dispatch-send used the pipeline stages by generic accesses; TMA writes them next.
+        # dispatch-send used the pipeline stages by generic accesses, and ended with a CTA barrier
+        # wherever it did; TMA writes them next. Whoever issues a copy has fenced itself.
         ptx.fence_proxy_async_shared()
-        cute.arch.sync_threads()
         if warp < config.service_warps:
             cute.arch.setmaxregister_decrease(config.service_registers)
             if warp == LOAD_WARP:
@@ -221,12 +221,15 @@ class ForwardKernel:
 
 @cute.jit
 def begin_epoch(epoch_word: Int64, readers: Int64, grid: Int32, ctrl: Int32):
-    """Read the epoch; the last reader advances it for the next launch (invariant I10)."""
-    epoch = ptx.ld_relaxed(epoch_word, "gpu") + 1
+    """Read the epoch; the last reader advances it for the next launch (invariant I10).
+
+    Plain accesses: all reads come before the last reader's writes by ``atom.acq_rel`` alone.
+    """
+    epoch = ptx.ld_i32(epoch_word) + 1
     ptx.sts_i32(ctrl + CTRL_EPOCH, epoch)
     if ptx.atom_acq_rel(readers, Int32(1)) == grid - 1:
-        ptx.st_relaxed(readers, Int32(0), "gpu")
-        ptx.st_relaxed(epoch_word, epoch, "gpu")
+        ptx.st_i32(readers, Int32(0))
+        ptx.st_i32(epoch_word, epoch)
 
 
 @cute.jit

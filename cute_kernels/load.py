@@ -207,9 +207,9 @@ def load_role(c: Context):
             )
         first = Int32(0)
         # The rows were written by copies or TMA stores of other CTAs (announced with release);
-        # the acquire above is generic, the reads below are asynchronous.
+        # the acquire above is generic, the reads below are asynchronous. Every lane has polled
+        # and fences itself, so it does not matter which one is elected to issue the copies.
         ptx.fence_proxy_async_global()
-        cute.arch.sync_warp()
         width = token_width(c, rows)
         position = load_tile(c, position, tiles.phase, expert, tiles.block, tiles.n, width)
         tiles.advance()

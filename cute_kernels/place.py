@@ -164,9 +164,9 @@ class RowRing:
 
 @cute.jit
 def announce(c: Context, row: Int32):
-    """Count a complete row in its block. Bulk writes are complete (``bulk_wait``) and fenced."""
+    """Count a complete row in its block: ``bulk_wait`` has shown this lane that its bulk writes
+    are complete, which includes the proxy fence; the release passes that on."""
     if row >= 0:
-        ptx.fence_proxy_async_global()
         ptx.red_release(c.counter("x_ready", row // BLOCK_M), Int32(1), "gpu")
 
 
@@ -183,9 +183,9 @@ def await_free_block(c: Context, block: Int32):
         c.pe,
         earlier,
     )
-    # Its rows were read asynchronously; the stores that replace them are asynchronous too.
+    # Its rows were read asynchronously; the stores that replace them are asynchronous too. Every
+    # lane has polled and fences itself.
     ptx.fence_proxy_async_global()
-    cute.arch.sync_warp()
 
 
 @cute.jit
@@ -293,7 +293,8 @@ def recv_and_place(c: Context, warp: Int32):
         ptx.mbarrier_wait(c.smem + c.shared.layout_ready, Int32(0))
         ok = 1 - ptx.lds_i32(c.smem + c.shared.skip)
     if ok == 1:
+        # The rows of x were written by generic stores and are read by bulk copies, which any lane
+        # may be elected to issue; all lanes are ordered behind every ``arrive`` by now.
         ptx.fence_proxy_async_global()
-        cute.arch.sync_warp()
         if aborted(c.guard) == 0:
             place_rows(c, warp)

@@ -113,11 +113,10 @@ def store_piece_by_tma(
 
 
 @cute.jit
-def finish_stores(counter: Int64, thread: Int32, group: Int32):
-    """Wait for the tile's stores, count the tile's half in ``counter``, free the buffers."""
+def finish_stores(counter: Int64, thread: Int32):
+    """Wait for the tile's stores (completion includes the proxy fence), count the tile's half in
+    ``counter``. The buffers are free behind the next barrier of the warpgroup: the first one of
+    each epilogue comes before its first access to a buffer."""
     if thread == 0:
         ptx.bulk_wait(0)
-        ptx.fence_proxy_async_global()
         ptx.red_release(counter, Int32(1), "gpu")
-    # The row entries and buffers are free for the next tile once thread 0 has got here.
-    group_barrier(group)
