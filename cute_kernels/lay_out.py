@@ -8,14 +8,11 @@ from cutlass import Int32, Int64, cute
 
 from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.abi import Phase, Status
-from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.problem import BLOCK_M
 from megamoe.cute_kernels.routing import warp_inclusive_sum
+from megamoe.cute_kernels.segments import sum_segments
 from megamoe.cute_kernels.sync import claim_status, wait_at_least, write_status
-
-LOAD_BATCH = 8
-"""Counts of this many sources are loaded before the first is used, to overlap their latency."""
 
 
 @cute.jit
@@ -40,46 +37,20 @@ def await_routes(c: Context) -> Int32:
 
 @cute.jit
 def lay_out(c: Context):
-    """Segments of the pool: experts in order, padded to BLOCK_M; inside one, sources in order.
-
-    Worked example, 2 sources, local experts with rows (source 0, source 1) = (100, 60), (0, 5):
-    expert_rows = 160, 5; block_prefix = 0, 2, 3; segment = 0, 100 | 0, 0.
-    """
+    """The pool's segments (``sum_segments``), and where each source's records begin."""
     problem = c.problem
-    num_pes = problem.num_pes
-    first_slot = c.slot_base(c.pe)
     experts = c.local_experts()
-    counts = c.route_counts()
-    carry = Int32(0)
-    base = Int32(0)
-    while base < experts:
-        expert = base + lane()
-        rows = Int32(0)
-        for batch in cutlass.range(ceil_div(num_pes, LOAD_BATCH), unroll=1):
-            loaded = []
-            for i in cutlass.range_constexpr(min(LOAD_BATCH, num_pes)):
-                source = batch * LOAD_BATCH + i
-                count = Int32(0)
-                if (expert < experts) & (source < num_pes):
-                    index = source * problem.num_slots + first_slot + expert
-                    count = ptx.ld_i32(counts + Int64(index) * 4)
-                loaded.append(count)
-            for i in cutlass.range_constexpr(min(LOAD_BATCH, num_pes)):
-                source = batch * LOAD_BATCH + i
-                if (expert < experts) & (source < num_pes):
-                    entry = expert * num_pes + source
-                    ptx.sts_i32(c.smem + c.shared.segment + entry * 4, rows)
-                rows += loaded[i]
-        blocks = (rows + BLOCK_M - 1) // BLOCK_M
-        inclusive = warp_inclusive_sum(blocks)
-        if expert < experts:
-            ptx.sts_i32(c.smem + c.shared.expert_rows + expert * 4, rows)
-            ptx.sts_i32(c.smem + c.shared.block_prefix + expert * 4, carry + inclusive - blocks)
-        carry += cute.arch.shuffle_sync(inclusive, 31)
-        base += 32
-    if lane() == 0:
-        ptx.sts_i32(c.smem + c.shared.block_prefix + experts * 4, carry)
-    for source in cutlass.range(num_pes, unroll=1):
+    sum_segments(
+        problem,
+        c.route_counts(),
+        c.slot_base(c.pe),
+        experts,
+        c.smem + c.shared.block_prefix,
+        c.smem + c.shared.expert_rows,
+        c.smem + c.shared.segment,
+        True,
+    )
+    for source in cutlass.range(problem.num_pes, unroll=1):
         list_primaries(c, source, experts)
 
 

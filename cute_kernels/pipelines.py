@@ -47,11 +47,22 @@ def empty_barrier(c: Context, stage: Int32) -> Int32:
 
 
 @cute.jit
+def init_stages(
+    c_smem: Int32,
+    shared: cutlass.Constexpr,
+    stages: cutlass.Constexpr[int],
+    math_warps: cutlass.Constexpr[int],
+):
+    """Initialise the stage ring's mbarriers; one thread, which fences afterwards."""
+    for stage in cutlass.range_constexpr(stages):
+        ptx.mbarrier_init(c_smem + shared.full + stage * 8, 1)
+        ptx.mbarrier_init(c_smem + shared.empty + stage * 8, math_warps)
+
+
+@cute.jit
 def init_barriers(c_smem: Int32, shared: cutlass.Constexpr, config: cutlass.Constexpr):
     """Initialise all mbarriers of the CTA; one thread."""
-    for stage in cutlass.range_constexpr(config.stages):
-        ptx.mbarrier_init(c_smem + shared.full + stage * 8, 1)
-        ptx.mbarrier_init(c_smem + shared.empty + stage * 8, config.math_warps)
+    init_stages(c_smem, shared, config.stages, config.math_warps)
     for slot in cutlass.range_constexpr(config.place_warps * config.ring_slots):
         ptx.mbarrier_init(c_smem + shared.ring_full + slot * 8, 1)
     ptx.mbarrier_init(c_smem + shared.layout_ready, 1)
