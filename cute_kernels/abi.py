@@ -33,6 +33,32 @@ PARAMETERS: tuple[tuple[str, str, str], ...] = (
 """Launch parameters in order: name, width, meaning. The host packs them from this table. dgrad
 takes the gradient of y as ``x`` and writes the gradient of x to ``y``."""
 
+WGRAD_MAX_SAVED = 8
+"""Saved calls that one wgrad launch may sum over."""
+WGRAD_PARAMETERS: tuple[tuple[str, str, str], ...] = (
+    ("w13", "u64", "gradient of w13, or 0: not wanted"),
+    ("w13_stride", "u64", "bytes between experts; 0: w13 is a table of addresses, u64 [experts]"),
+    ("w2", "u64", "gradient of w2, or 0"),
+    ("w2_stride", "u64", "as w13_stride"),
+    ("b13", "u64", "gradient of the fc1 bias, or 0"),
+    ("b13_stride", "u64", "as w13_stride"),
+    ("b2", "u64", "gradient of the fc2 bias, or 0"),
+    ("b2_stride", "u64", "as w13_stride"),
+    ("accumulate", "u32", "1: add to what is there; 0: overwrite it"),
+    ("first_slot", "u32", "first expert slot of this PE"),
+    ("experts", "u32", "experts of this PE"),
+    ("num_saved", "u32", "saved calls to sum over, 1 to WGRAD_MAX_SAVED"),
+    *(
+        (f"saved_{i}", "u64", "address of the saved call's entry (wgrad_tables.py)")
+        for i in range(WGRAD_MAX_SAVED)
+    ),
+)
+"""Launch parameters of wgrad, as ``PARAMETERS``."""
+
+WGRAD_MAPS = ("x", "gate", "up", "dy", "wact", "dgu")
+"""Order of the tensor maps of a saved call; those that a problem does not use are left out of
+its products, and repeat another."""
+
 
 class Phase(IntEnum):
     """Who waits for what, in a status record."""

@@ -11,12 +11,14 @@ import time
 import cutlass  # noqa: F401  (loads the DSL before its submodules)
 from cutlass import Int32, Int64, cute
 
-from megamoe.cute_kernels.abi import FORWARD_ARCHS, PARAMETERS
+from megamoe.cute_kernels.abi import FORWARD_ARCHS, PARAMETERS, WGRAD_PARAMETERS
 from megamoe.cute_kernels.forward import ForwardKernel
 from megamoe.cute_kernels.image import Image, describe, parse_signature
 from megamoe.cute_kernels.kernel_config import KernelConfig
 from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.smem import default_config
+from megamoe.cute_kernels.wgrad import WgradKernel
+from megamoe.cute_kernels.wgrad_tables import WgradConfig, default_wgrad_config
 
 
 def compile_forward(
@@ -44,6 +46,19 @@ def compile_forward(
         smem_bytes=kernel.shared.total,
         arch=arch,
         config=config,
+    )
+
+
+def compile_wgrad(
+    *, problem: Problem, config: WgradConfig | None = None, arch: str = "sm_90a"
+) -> Image:
+    """Trace and compile the wgrad kernel; arguments and errors as ``compile_forward``."""
+    if arch not in FORWARD_ARCHS:
+        raise ValueError(f"arch={arch!r}: no wgrad kernel; allowed: {', '.join(FORWARD_ARCHS)}")
+    kernel = WgradKernel(problem, config or default_wgrad_config(problem))
+    kernel.kernel.set_name_prefix("megamoe_wgrad")
+    return compile_kernel(
+        kernel, parameters=WGRAD_PARAMETERS, smem_bytes=kernel.shared.total, arch=arch
     )
 
 

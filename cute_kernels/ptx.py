@@ -88,6 +88,62 @@ def ld_i32x4_if(condition: Int32, address: Int64) -> tuple[Int32, Int32, Int32, 
     )
 
 
+def st_i16(address: Int64, value: Int32) -> None:
+    """Weak 2-byte store of the lower half of ``value``."""
+    inline_ptx(
+        "{ .reg .b16 h; cvt.u16.u32 h, {$r1}; st.global.b16 [{$r0}], h; }",
+        read_only_args=[address, value],
+    )
+
+
+def ld_f32x4_if(condition: Int32, address: Int64) -> tuple[Float32, Float32, Float32, Float32]:
+    """As ``ld_i32x4_if``, four floats."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r0}, 0;"
+        " mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;"
+        " @p ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r1}]; }",
+        write_only_types=[Float32] * 4,
+        read_only_args=[condition, address],
+    )
+
+
+def ld_i32x2_if(condition: Int32, address: Int64) -> tuple[Int32, Int32]:
+    """As ``ld_i32x4_if``, 8 bytes, 8-byte aligned."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r0}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0;"
+        " @p ld.global.v2.b32 {{$w0}, {$w1}}, [{$r1}]; }",
+        write_only_types=[Int32] * 2,
+        read_only_args=[condition, address],
+    )
+
+
+def ld_f32_if(condition: Int32, address: Int64) -> Float32:
+    """As ``ld_i32x4_if``, one float."""
+    return inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r0}, 0; mov.b32 {$w0}, 0;"
+        " @p ld.global.b32 {$w0}, [{$r1}]; }",
+        write_only_types=[Float32],
+        read_only_args=[condition, address],
+    )
+
+
+def st_f32x4_if(condition: Int32, address: Int64, a, b, c, d) -> None:
+    """Weak 16-byte store of four floats where ``condition`` ≠ 0, 16-byte aligned."""
+    inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r0}, 0;"
+        " @p st.global.v4.b32 [{$r1}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
+        read_only_args=[condition, address, a, b, c, d],
+    )
+
+
+def st_i32x2_if(condition: Int32, address: Int64, a: Int32, b: Int32) -> None:
+    """Weak 8-byte store where ``condition`` ≠ 0, 8-byte aligned."""
+    inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r0}, 0; @p st.global.v2.b32 [{$r1}], {{$r2}, {$r3}}; }",
+        read_only_args=[condition, address, a, b],
+    )
+
+
 def lds_i32(address: Int32) -> Int32:
     """4-byte load from shared memory."""
     return cute.arch.load(shared_ptr(Int32, address, 4), Int32)
@@ -129,6 +185,14 @@ def sts_i64(address: Int32, value: Int64) -> None:
 def sts_f32(address: Int32, value: Float32) -> None:
     """4-byte float store to shared memory."""
     cute.arch.store(shared_ptr(Float32, address, 4), value)
+
+
+def sts_zero_x4(address: Int32) -> None:
+    """16 bytes of zeros to shared memory, 16-byte aligned."""
+    inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};",
+        read_only_args=[address, Int32(0)],
+    )
 
 
 def atoms_add_i32(address: Int32, value: Int32) -> Int32:
@@ -369,6 +433,11 @@ def min_nan(a: Float32, b: Float32) -> Float32:
 def bits_to_f32(bits: Int32) -> Float32:
     """The float with these bits."""
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+def f32_to_bits(value: Float32) -> Int32:
+    """The bits of a float."""
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
 def opaque_i32(value: Int32) -> Int32:
