@@ -10,11 +10,13 @@ from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.activation import gated, plain
 from megamoe.cute_kernels.bias import fc1_bias
 from megamoe.cute_kernels.context import Context
+from megamoe.cute_kernels.kernel_config import alternating_octets, h_columns
 from megamoe.cute_kernels.problem import BLOCK_M
 from megamoe.cute_kernels.smem import PIECE_TOKENS, STAGING_BUFFERS
 from megamoe.cute_kernels.staging import (
     GROUP_COLUMNS,
     HALF_ACCUMULATORS,
+    HALF_ROWS,
     PIECE_OCTETS,
     PIECES,
     VALUES,
@@ -49,18 +51,22 @@ def token_weights(c: Context, group: Int32, token: Int32) -> tuple[Float32, Floa
 def row_biases(
     c: Context, thread: Int32, expert: Int32, column: Int32, part: cutlass.Constexpr[int]
 ) -> tuple[Float32, Float32]:
-    """fc1 bias of the thread's two weight rows (``r`` of ``store_piece``) from ``column`` on."""
+    """fc1 bias of the thread's two columns (``r`` of ``store_piece``) from ``column`` on; a narrow
+    tile has one column a thread, and both are its bias."""
     lane = thread % 32
     warp = thread // 32
+    p = c.problem
+    narrow = h_columns(p, c.config) < GROUP_COLUMNS
     pair = (Float32(0.0), Float32(0.0))
-    if cutlass.const_expr(c.problem.bias13 != "none"):
-        if cutlass.const_expr(c.problem.paired_rows):
+    if cutlass.const_expr(p.bias13 != "none"):
+        if cutlass.const_expr(p.paired_rows):
             first = column + 8 * warp + (lane >> 3) + 4 * ((lane >> 2) & 1)
             step = GROUP_COLUMNS // 2
         else:
-            first = column + 16 * warp + (lane >> 2)
+            first = column + (8 if narrow else 16) * warp + (lane >> 2)
             step = 8
-        pair = (fc1_bias(c, expert, first, part), fc1_bias(c, expert, first + step, part))
+        bias = fc1_bias(c, expert, first, part)
+        pair = (bias, bias if narrow else fc1_bias(c, expert, first + step, part))
     return pair
 
 
@@ -101,14 +107,19 @@ def piece_values(
     gate_bias: tuple[Float32, Float32],
     up_bias: tuple[Float32, Float32],
 ):
-    """The 16 values of one piece, order as ``store_piece`` wants them."""
+    """The 16 values of one piece (8 of a narrow tile), order as ``store_piece`` wants them."""
     p = c.problem
+    columns = h_columns(p, c.config) // (GROUP_COLUMNS // 2)
+    # Rows of up follow rows of gate by this many accumulators; octets of "up_gate" the other way.
+    gate_at, up_at = 0, HALF_ACCUMULATORS
+    if alternating_octets(p, c.config):
+        gate_at, up_at = (2, 0) if p.w13_layout == "up_gate" else (0, 2)
     for octet in cutlass.range_constexpr(PIECE_OCTETS):
         # A thread's tokens of octet o: 8·o + 2·(lane % 4) and the next.
         token = piece * PIECE_TOKENS + octet * 8 + (thread % 4) * 2
         weights = token_weights(c, group, token)
         first = piece * VALUES + octet * 4
-        for r in cutlass.range_constexpr(2):
+        for r in cutlass.range_constexpr(columns):
             if cutlass.const_expr(p.paired_rows):
                 odd_row = (thread >> 2) & 1
                 gate_0, gate_1, up_0, up_1 = pair_up(acc, first + r * HALF_ACCUMULATORS, odd_row)
@@ -121,8 +132,8 @@ def piece_values(
                 outs = tuple(
                     gated(
                         p,
-                        acc[at + i] + gate_bias[r],
-                        acc[at + i + HALF_ACCUMULATORS] + up_bias[r],
+                        acc[at + i + gate_at] + gate_bias[r],
+                        acc[at + i + up_at] + up_bias[r],
                     )
                     for i in range(2)
                 )
@@ -130,7 +141,7 @@ def piece_values(
                 at = first + 2 * r + half * HALF_ACCUMULATORS
                 outs = tuple(plain(p, acc[at + i] + gate_bias[r]) for i in range(2))
             for i in cutlass.range_constexpr(2):
-                values[octet * 4 + 2 * r + i] = outs[i] * weights[i]
+                values[octet * (2 * columns) + 2 * r + i] = outs[i] * weights[i]
 
 
 @cute.jit
@@ -150,9 +161,10 @@ def fc1_epilogue(
         stage_weights(c, thread, group, block, rows)
         group_barrier(group)
     values = make_values()
-    for half in cutlass.range_constexpr(1 if p.gated else 2):
+    columns = h_columns(p, c.config)
+    for half in cutlass.range_constexpr(1 if p.gated else c.config.halves):
         column = n * (c.config.block_n // 2 if p.gated else c.config.block_n)
-        column += half * (c.config.block_n // 2) + group * GROUP_COLUMNS
+        column += half * HALF_ROWS + group * columns
         gate_bias = row_biases(c, thread, expert, column, 0)
         up_bias = row_biases(c, thread, expert, column, 1) if p.gated else gate_bias
         for piece in cutlass.range_constexpr(PIECES):
@@ -161,7 +173,15 @@ def fc1_epilogue(
                 buffer = staging(c, group, piece % STAGING_BUFFERS)
                 row = c.stored_block(block) * BLOCK_M + piece * PIECE_TOKENS
                 store_piece_by_tma(
-                    c.map("pool_h_piece"), column, row, buffer, thread, group, values, p.paired_rows
+                    c.map("pool_h_piece"),
+                    column,
+                    row,
+                    buffer,
+                    thread,
+                    group,
+                    values,
+                    p.paired_rows,
+                    columns,
                 )
         if cutlass.const_expr(not p.gated):
             # The second half starts with buffer 0 again, whichever was used last.

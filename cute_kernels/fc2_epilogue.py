@@ -20,6 +20,7 @@ from megamoe.cute_kernels.smem import (
 from megamoe.cute_kernels.staging import (
     GROUP_COLUMNS,
     HALF_ACCUMULATORS,
+    HALF_ROWS,
     PIECES,
     VALUES,
     finish_stores,
@@ -82,8 +83,8 @@ def fc2_to_pool(
 ):
     """Rows of y of this warpgroup's columns to ``pool_y``; then count in ``y_ready``."""
     values = make_values()
-    for half in cutlass.range_constexpr(2):
-        column = n * c.config.block_n + half * (c.config.block_n // 2) + group * GROUP_COLUMNS
+    for half in cutlass.range_constexpr(c.config.halves):
+        column = n * c.config.block_n + half * HALF_ROWS + group * GROUP_COLUMNS
         if column < c.problem.hidden:
             bias = row_biases(c, thread, expert, column)
             for piece in cutlass.range_constexpr(PIECES):
@@ -126,8 +127,8 @@ def fc2_to_sources(
     # Orders thread 0's wait for the stores of an fc1 tile before the first write to a buffer.
     group_barrier(group)
     values = make_values()
-    for half in cutlass.range_constexpr(2):
-        column = n * c.config.block_n + half * (c.config.block_n // 2) + group * GROUP_COLUMNS
+    for half in cutlass.range_constexpr(c.config.halves):
+        column = n * c.config.block_n + half * HALF_ROWS + group * GROUP_COLUMNS
         if column < c.problem.hidden:
             if cutlass.const_expr(half == 1):
                 # This half starts with buffer 0 again; an odd number of pieces would reuse the

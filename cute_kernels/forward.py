@@ -200,7 +200,8 @@ class ForwardKernel:
         # wherever it did; TMA writes them next. Whoever issues a copy has fenced itself.
         ptx.fence_proxy_async_shared()
         if warp < config.service_warps:
-            cute.arch.setmaxregister_decrease(config.service_registers)
+            if cutlass.const_expr(config.reallocates):
+                cute.arch.setmaxregister_decrease(config.service_registers)
             if warp == LOAD_WARP:
                 load_role(c)
             elif warp < first_reduce_warp(config):
@@ -211,7 +212,8 @@ class ForwardKernel:
                         combine_send_role(c)
                 reduce_role(c)
         else:
-            cute.arch.setmaxregister_increase(config.math_registers)
+            if cutlass.const_expr(config.reallocates):
+                cute.arch.setmaxregister_increase(config.math_registers)
             math_role(c, thread - config.service_warps * 32)
             # The sums sit in the tail: math warps without a tile left help with them.
             if cutlass.const_expr(problem.prereduced):

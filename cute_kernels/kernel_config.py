@@ -4,6 +4,7 @@ Pure integers: nothing here imports the compiler.
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from megamoe.cute_kernels.problem import BLOCK_M, Problem
 
 SM_REGISTERS = 65536
 WARPGROUP_THREADS = 128
+BLOCKS_N = (256, 128, 64)
+GROUP_ROWS = 64
+"""Weight rows of one WGMMA, which belongs to one warpgroup."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +25,12 @@ class KernelConfig:
     Args:
         stages: depth of the TMA → WGMMA pipeline.
         service_warps: 4, or 8: twice the warps that place rows and sum contributions.
-        service_registers, math_registers: ``setmaxnreg`` of the two kinds of warpgroup.
+        service_registers, math_registers: ``setmaxnreg`` of the two kinds of warpgroup; unused
+            with ``block_n=64``, which needs one math warpgroup and no ``setmaxnreg``.
         lag_waves: how many waves of fc1 tiles lie between fc1 and fc2 of an M-block.
         ring_slots: row-copy slots of at most 4 KB of each place warp.
-        block_n: weight rows of one tile. With a gate, half of those of fc1 are gate, half up.
+        block_n: weight rows of one tile: 256, or 128 or 64 where few tiles leave SMs idle. With a
+            gate, half of those of fc1 are gate, half up.
         token_widths: tokens a tile's WGMMA may cover; a tile takes the smallest that holds its
             valid rows. Multiples of 8, ascending, the last BLOCK_M.
         prefetch_tiles: weight k-tiles of a CTA's first tile that are brought to L2 while its
@@ -61,7 +67,7 @@ class KernelConfig:
         ):
             need(low <= getattr(self, name) <= high, name, f"must be {low} to {high}")
         need(self.service_warps in (4, 8), "service_warps", "must be 4 or 8")
-        need(self.block_n in (256,), "block_n", "must be 256")
+        need(self.block_n in BLOCKS_N, "block_n", f"must be one of {BLOCKS_N}")
         widths = self.token_widths
         ascending = all(a < b for a, b in itertools.pairwise((0, *widths)))
         ascending = ascending and all(width % 8 == 0 for width in widths)
@@ -70,6 +76,10 @@ class KernelConfig:
             "token_widths",
             f"must be ascending multiples of 8 that end with {BLOCK_M}",
         )
+        if self.reallocates:
+            self._check_registers(need)
+
+    def _check_registers(self, need: Callable[[bool, str, str], None]) -> None:
         launch = self.launch_registers
         for name, low, high in (
             ("service_registers", 24, launch),
@@ -110,8 +120,19 @@ class KernelConfig:
 
     @property
     def math_groups(self) -> int:
-        """Warpgroups of math."""
-        return 2
+        """Warpgroups of math; each multiplies 64 weight rows at a time."""
+        return min(2, self.block_n // GROUP_ROWS)
+
+    @property
+    def halves(self) -> int:
+        """How often 64 weight rows of each math warpgroup make up the tile."""
+        return self.block_n // (GROUP_ROWS * self.math_groups)
+
+    @property
+    def reallocates(self) -> bool:
+        """True if registers move between warpgroups. With one math warpgroup all warps have enough
+        from the launch on, and the register fields are unused."""
+        return self.math_groups > 1
 
     @property
     def math_warps(self) -> int:
@@ -132,6 +153,32 @@ class KernelConfig:
     def launch_registers(self) -> int:
         """Registers a thread is launched with: what an SM has, in steps of 8."""
         return SM_REGISTERS // self.threads // 8 * 8
+
+
+def check_fits(p: Problem, config: KernelConfig) -> None:
+    """Refuse a config that cannot serve a layer, whatever its sizes.
+
+    Raises:
+        ValueError: names the field, the value and what is allowed.
+    """
+    if config.block_n < 256 and p.mode != "forward":
+        raise ValueError(f"block_n={config.block_n}: must be 256 in mode {p.mode!r}")
+    if config.block_n < 256 and p.gated and p.w13_transposed and not p.paired_rows:
+        raise ValueError(
+            f"block_n={config.block_n}: must be 256 where w13 is transposed and not interleaved "
+            "(gate and up of a narrow tile would lie in different warpgroups)"
+        )
+
+
+def alternating_octets(p: Problem, config: KernelConfig) -> bool:
+    """True if 8 gate and 8 up rows alternate in an fc1 tile, so that each warp has both of a
+    column; tiles of 256 rows have them in two halves of 128."""
+    return p.gated and not p.w13_transposed and config.block_n < 256
+
+
+def h_columns(p: Problem, config: KernelConfig) -> int:
+    """Columns of ``pool_h`` that one math warpgroup stores at once: 64, or 32 of a narrow tile."""
+    return GROUP_ROWS // 2 if p.gated and config.halves == 1 else GROUP_ROWS
 
 
 def fc1_tiles(p: Problem, config: KernelConfig) -> int:

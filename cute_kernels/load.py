@@ -12,6 +12,7 @@ from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context
+from megamoe.cute_kernels.kernel_config import alternating_octets
 from megamoe.cute_kernels.layout import ExpertCursor, tiles_of, token_width
 from megamoe.cute_kernels.pipelines import (
     StagePosition,
@@ -23,7 +24,12 @@ from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M
 from megamoe.cute_kernels.scheduler import TilePhase
 from megamoe.cute_kernels.smem import B_STAGE_BYTES, BF16_BYTES, a_stage_bytes
 from megamoe.cute_kernels.sync import wait_at_least
-from megamoe.cute_kernels.tensor_maps import NARROW_ROWS, WIDE_ROWS, map_names
+from megamoe.cute_kernels.tensor_maps import (
+    ALTERNATING_ROWS,
+    NARROW_ROWS,
+    WIDE_ROWS,
+    map_names,
+)
 
 HALF = 128
 """Weight rows of one half of a tile."""
@@ -33,17 +39,21 @@ ROW_BYTES = BLOCK_K * BF16_BYTES
 
 
 @cute.jit
-def copy_rows_of_k(a: Int32, weights: Int64, k: Int32, rows, parts, expert: Int32, full: Int32):
-    """K-major storage: one box of 128 rows for each half of the tile."""
-    for half in cutlass.range_constexpr(2):
+def copy_rows_of_k(
+    c: Context, a: Int32, weights: Int64, k: Int32, rows, parts, expert: Int32, full: Int32
+):
+    """K-major storage: one box of 128 (or ``block_n``) rows for each half of the tile."""
+    for half in cutlass.range_constexpr(c.config.halves):
         target = a + half * (HALF * ROW_BYTES)
         ptx.tma_load_4d(target, weights, k, rows[half], parts[half], expert, full)
 
 
 @cute.jit
-def copy_transposed(a: Int32, weights: Int64, k: Int32, rows, parts, expert: Int32, full: Int32):
+def copy_transposed(
+    c: Context, a: Int32, weights: Int64, k: Int32, rows, parts, expert: Int32, full: Int32
+):
     """Transposed storage: boxes of 64 rows by 64 k; slots 2h and 2h + 1 are half h."""
-    for slot in cutlass.range_constexpr(4):
+    for slot in cutlass.range_constexpr(c.config.block_n // SLOT_ROWS):
         half = slot // 2
         row = rows[half] + (slot % 2) * SLOT_ROWS
         target = a + slot * SLOT_BYTES
@@ -51,11 +61,14 @@ def copy_transposed(a: Int32, weights: Int64, k: Int32, rows, parts, expert: Int
 
 
 @cute.jit
-def copy_paired(a: Int32, weights: Int64, k: Int32, row: Int32, expert: Int32, full: Int32):
-    """Transposed and interleaved: 256 rows of gate and up in turn. Warpgroup g holds slots g and
-    g + 2; it gets raw rows 128g … 128g + 127, hence 64 consecutive columns of h."""
-    for slot in cutlass.range_constexpr(4):
-        raw = row + ((slot % 2) * 2 + slot // 2) * SLOT_ROWS
+def copy_paired(
+    c: Context, a: Int32, weights: Int64, k: Int32, row: Int32, expert: Int32, full: Int32
+):
+    """Transposed and interleaved: rows of gate and up in turn. Of 256, warpgroup g holds slots g
+    and g + 2; it gets raw rows 128g … 128g + 127, hence 64 consecutive columns of h."""
+    halves = c.config.halves
+    for slot in cutlass.range_constexpr(c.config.block_n // SLOT_ROWS):
+        raw = row + ((slot % 2) * halves + slot // 2) * SLOT_ROWS
         ptx.tma_load_4d(a + slot * SLOT_BYTES, weights, raw, k, Int32(0), expert, full)
 
 
@@ -65,7 +78,8 @@ def copy_weights(
 ):
     """The weight boxes of one stage."""
     p = c.problem
-    same_storage = p.w13_transposed == p.w2_transposed and not p.paired_rows
+    octets = alternating_octets(p, c.config)
+    same_storage = p.w13_transposed == p.w2_transposed and not p.paired_rows and not octets
     first_part = 1 if p.w13_layout == "up_gate" else 0
     # fc1 with a gate: both halves start at the same row; else the second follows the first.
     first = n * c.config.block_n
@@ -82,17 +96,20 @@ def copy_weights(
             part_0 = Int32(0)
             part_1 = Int32(0)
         copy = copy_transposed if p.w2_transposed else copy_rows_of_k
-        copy(a, weights, k, (row_0, row_1), (part_0, part_1), expert, full)
+        copy(c, a, weights, k, (row_0, row_1), (part_0, part_1), expert, full)
     elif phase == TilePhase.FC1:
         if cutlass.const_expr(p.paired_rows):
-            copy_paired(a, c.map("w13"), k, n * c.config.block_n, expert, full)
+            copy_paired(c, a, c.map("w13"), k, first, expert, full)
+        elif cutlass.const_expr(octets):
+            group = n * (c.config.block_n // ALTERNATING_ROWS)
+            ptx.tma_load_5d(a, c.map("w13"), k, Int32(0), Int32(0), group, expert, full)
         else:
             copy = copy_transposed if p.w13_transposed else copy_rows_of_k
             parts = (Int32(parts_1[0]), Int32(parts_1[1]))
-            copy(a, c.map("w13"), k, rows_1, parts, expert, full)
+            copy(c, a, c.map("w13"), k, rows_1, parts, expert, full)
     else:
         copy = copy_transposed if p.w2_transposed else copy_rows_of_k
-        copy(a, c.map("w2"), k, rows_2, (Int32(0), Int32(0)), expert, full)
+        copy(c, a, c.map("w2"), k, rows_2, (Int32(0), Int32(0)), expert, full)
 
 
 @cute.jit
@@ -145,20 +162,25 @@ def prefetch_weights(c: Context, expert: Int32, n: Int32):
     """Bring the first k-tiles of a CTA's first fc1 tile to L2: nothing depends on its rows."""
     p = c.problem
     k_tiles = min(c.config.prefetch_tiles, ceil_div(p.hidden, BLOCK_K))
-    row = n * (c.config.block_n if p.paired_rows or not p.gated else HALF)
-    rows_of_box = SLOT_ROWS if p.w13_transposed else HALF
-    parts = 2 if p.gated and not p.paired_rows else 1
+    in_halves = p.gated and not p.paired_rows
+    row = n * (HALF if in_halves else c.config.block_n)
+    rows_of_box = SLOT_ROWS if p.w13_transposed else min(HALF, c.config.block_n)
+    parts = 2 if in_halves else 1
     boxes = c.config.block_n // (rows_of_box * parts)
     with cute.arch.elect_one():
         for k_tile in cutlass.range(k_tiles, unroll=1):
             k = k_tile * BLOCK_K
-            for part in cutlass.range_constexpr(parts):
-                for box in cutlass.range_constexpr(boxes):
-                    at = row + box * rows_of_box
-                    if cutlass.const_expr(p.w13_transposed):
-                        ptx.tma_prefetch_4d(c.map("w13"), at, k, Int32(part), expert)
-                    else:
-                        ptx.tma_prefetch_4d(c.map("w13"), k, at, Int32(part), expert)
+            if cutlass.const_expr(alternating_octets(p, c.config)):
+                group = n * (c.config.block_n // ALTERNATING_ROWS)
+                ptx.tma_prefetch_5d(c.map("w13"), k, Int32(0), Int32(0), group, expert)
+            else:
+                for part in cutlass.range_constexpr(parts):
+                    for box in cutlass.range_constexpr(boxes):
+                        at = row + box * rows_of_box
+                        if cutlass.const_expr(p.w13_transposed):
+                            ptx.tma_prefetch_4d(c.map("w13"), at, k, Int32(part), expert)
+                        else:
+                            ptx.tma_prefetch_4d(c.map("w13"), k, at, Int32(part), expert)
 
 
 @cute.jit

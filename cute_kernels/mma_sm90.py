@@ -1,9 +1,11 @@
-"""math: WGMMA main loop of the two math warpgroups, weights on the M side, tokens on the N side.
+"""math: WGMMA main loop of the math warpgroups, weights on the M side, tokens on the N side.
 
 CTA tile 256 weight rows × up to 128 tokens × 64. Warpgroup w holds weight rows 64w … 64w+63 of both
 halves, so in fc1 a thread has gate ``acc[i]`` and up ``acc[i + 64]`` of the same value. Index of a
 thread's accumulator: token parity + 2·(row, row + 8) + 4·(token / 8) + 64·half, for every token
-width alike: one accumulator and one epilogue serve all widths.
+width alike: one accumulator and one epilogue serve all widths. Tiles of 128 rows have one half, of
+64 rows also one warpgroup; gate and up rows then alternate by 8, so a thread has gate ``acc[i]``
+and up ``acc[i + 2]``.
 """
 
 import cutlass
@@ -28,12 +30,12 @@ from megamoe.cute_kernels.scheduler import TilePhase
 from megamoe.cute_kernels.staging import GROUP_THREADS
 
 WGMMA_K = 16
-ACCUMULATORS = 128
-"""fp32 accumulators of a thread: 2 halves of 16 token octets of 4."""
+HALF_ACCUMULATORS = 64
+"""fp32 accumulators of a thread for one half of the tile: 16 token octets of 4."""
 
 
-def make_mma(width: int, transposed: bool):
-    """Two warpgroups along M, each 64 rows × ``width`` tokens at a time; tokens are K-major,
+def make_mma(groups: int, width: int, transposed: bool):
+    """Warpgroups along M, each 64 rows × ``width`` tokens at a time; tokens are K-major,
     weights K-major or, if stored transposed, M-major."""
     return sm90.make_trivial_tiled_mma(
         BFloat16,
@@ -41,7 +43,7 @@ def make_mma(width: int, transposed: bool):
         OperandMajorMode.MN if transposed else OperandMajorMode.K,
         OperandMajorMode.K,
         Float32,
-        (2, 1, 1),
+        (groups, 1, 1),
         (64, width),
     )
 
@@ -82,14 +84,14 @@ def main_loop(
     transposed: cutlass.Constexpr[bool],
 ) -> StagePosition:
     """Accumulate one tile; one WGMMA group stays in flight while the next stage is awaited."""
-    tiled_mma = make_mma(width, transposed)
+    tiled_mma = make_mma(c.config.math_groups, width, transposed)
     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
     thread_mma = tiled_mma.get_slice(math_thread)
     weights = operand(c, c.shared.a, c.config.block_n, transposed, c.config.block_n * BLOCK_K)
     tokens = operand(c, c.shared.b, width, False, BLOCK_M * BLOCK_K)
     a_frag = tiled_mma.make_fragment_A(thread_mma.partition_A(weights))
     b_frag = tiled_mma.make_fragment_B(thread_mma.partition_B(tokens))
-    layout = cute.make_layout(((2, 2, width // 8), 2, 1), stride=((1, 2, 4), 64, 0))
+    layout = cute.make_layout(((2, 2, width // 8), c.config.halves, 1), stride=((1, 2, 4), 64, 0))
     narrow = cute.make_tensor(acc.iterator, layout)
     previous = Int32(-1)
     for _ in cutlass.range(k_tiles, unroll=1):
@@ -133,7 +135,7 @@ def math_role(c: Context, math_thread: Int32):
     p = c.problem
     group = math_thread // GROUP_THREADS
     thread = math_thread % GROUP_THREADS
-    acc = cute.make_rmem_tensor((ACCUMULATORS,), Float32)
+    acc = cute.make_rmem_tensor((HALF_ACCUMULATORS * c.config.halves,), Float32)
     tiles = tiles_of(c)
     fc1_expert = ExpertCursor(expert=Int32(0))
     fc2_expert = ExpertCursor(expert=Int32(0))

@@ -284,6 +284,15 @@ def tma_load_4d(smem: Int32, map_address: Int64, c0, c1, c2, c3, mbarrier: Int32
     )
 
 
+def tma_load_5d(smem: Int32, map_address: Int64, c0, c1, c2, c3, c4, mbarrier: Int32) -> None:
+    """Box at ``(c0 innermost … c4)`` to shared memory; its bytes complete on ``mbarrier``."""
+    inline_ptx(
+        "cp.async.bulk.tensor.5d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+        " [{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}, {$r6}}], [{$r7}];",
+        read_only_args=[smem, map_address, c0, c1, c2, c3, c4, mbarrier],
+    )
+
+
 def tma_load_2d(smem: Int32, map_address: Int64, c0, c1, mbarrier: Int32) -> None:
     """Box at ``(c0 innermost, c1)`` to shared memory; its bytes complete on ``mbarrier``."""
     inline_ptx(
@@ -298,6 +307,15 @@ def tma_prefetch_4d(map_address: Int64, c0, c1, c2, c3) -> None:
     inline_ptx(
         "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [{$r0}, {{$r1}, {$r2}, {$r3}, {$r4}}];",
         read_only_args=[map_address, c0, c1, c2, c3],
+    )
+
+
+def tma_prefetch_5d(map_address: Int64, c0, c1, c2, c3, c4) -> None:
+    """Bring the box at ``(c0 innermost … c4)`` to L2."""
+    inline_ptx(
+        "cp.async.bulk.prefetch.tensor.5d.L2.global.tile"
+        " [{$r0}, {{$r1}, {$r2}, {$r3}, {$r4}, {$r5}}];",
+        read_only_args=[map_address, c0, c1, c2, c3, c4],
     )
 
 

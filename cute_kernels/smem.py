@@ -7,7 +7,7 @@ same table, so the two cannot disagree (CASES S7, S8).
 from dataclasses import dataclass
 
 from megamoe.cute_kernels.arith import ceil_div, round_up
-from megamoe.cute_kernels.kernel_config import KernelConfig
+from megamoe.cute_kernels.kernel_config import KernelConfig, check_fits
 from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M, Problem
 
 SMEM_LIMIT = 232448
@@ -71,9 +71,10 @@ class SharedMap:
         """The map for one problem and config.
 
         Raises:
-            ValueError: it needs more than ``SMEM_LIMIT`` bytes, or the counting histograms do
-                not fit in the (not yet used) pipeline stages.
+            ValueError: the config does not serve the problem, needs more than ``SMEM_LIMIT`` bytes,
+                or the counting histograms do not fit in the (not yet used) pipeline stages.
         """
+        check_fits(p, config)
         offset = 0
         offsets: dict[str, int] = {}
 

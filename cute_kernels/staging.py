@@ -25,6 +25,7 @@ PIECES = BLOCK_M // PIECE_TOKENS
 PIECE_OCTETS = PIECE_TOKENS // 8
 VALUES = 16
 """Values of one thread in a piece: 4 token octets, 2 rows, 2 tokens."""
+HALF_ROWS = 128
 HALF_ACCUMULATORS = 64
 """Distance of the accumulators of the tile's two halves of 128 weight rows."""
 
@@ -63,8 +64,6 @@ def store_piece(buffer: Int32, thread: Int32, values: cute.Tensor, paired: cutla
     warp = thread // 32
     r = (lane // 8) & 1
     chunk = warp * 2 + r
-    column = lane >> 2
-    source = ((2 * (column & 3) + (column >> 2)) << 2) | (lane & 3)
     if cutlass.const_expr(paired):
         chunk = r * 4 + warp
     for pair in cutlass.range_constexpr(PIECE_OCTETS // 2):
@@ -76,9 +75,33 @@ def store_piece(buffer: Int32, thread: Int32, values: cute.Tensor, paired: cutla
             first = 2 * (i % 2) + 4 * (2 * pair + i // 2)
             bits = ptx.pack_bf16x2(values[first], values[first + 1])
             if cutlass.const_expr(paired):
-                bits = cute.arch.shuffle_sync(bits, source)
+                bits = cute.arch.shuffle_sync(bits, paired_source(lane))
             packed.append(bits)
         ptx.stmatrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3])
+
+
+@cute.jit
+def store_narrow_piece(
+    buffer: Int32, thread: Int32, values: cute.Tensor, paired: cutlass.Constexpr[bool]
+):
+    """Transposed stmatrix of 8 values a thread, order: token parity + 2·octet: 32 tokens × 32
+    columns, 8 of each warp, under the 64-byte swizzle: chunk index XOR (token / 2 mod 4). Matrices
+    are the four octets, so lane l names the row of token l. ``paired`` as in ``store_piece``."""
+    lane = thread % 32
+    address = buffer + lane * 64 + (((thread // 32) ^ ((lane >> 1) & 3)) << 4)
+    packed = []
+    for octet in cutlass.range_constexpr(PIECE_OCTETS):
+        bits = ptx.pack_bf16x2(values[2 * octet], values[2 * octet + 1])
+        if cutlass.const_expr(paired):
+            bits = cute.arch.shuffle_sync(bits, paired_source(lane))
+        packed.append(bits)
+    ptx.stmatrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3])
+
+
+def paired_source(lane: Int32) -> Int32:
+    """The lane whose value a lane must hold, so that columns of paired rows stand in order."""
+    column = lane >> 2
+    return ((2 * (column & 3) + (column >> 2)) << 2) | (lane & 3)
 
 
 def make_values() -> cute.Tensor:
@@ -96,15 +119,20 @@ def store_piece_by_tma(
     group: Int32,
     values: cute.Tensor,
     paired: cutlass.Constexpr[bool],
+    columns: cutlass.Constexpr[int] = GROUP_COLUMNS,
 ):
-    """Stage a piece and store it at (column, row) of a pool; thread 0 owns the bulk groups.
+    """Stage a piece of ``columns`` columns and store it at (column, row) of a pool; thread 0 owns
+    the bulk groups.
 
     The buffer may still be read by the store two pieces back; that one is waited for first.
     """
     if thread == 0:
         ptx.bulk_wait_read(STAGING_BUFFERS - 1)
     group_barrier(group)
-    store_piece(buffer, thread, values, paired)
+    if cutlass.const_expr(columns == GROUP_COLUMNS):
+        store_piece(buffer, thread, values, paired)
+    else:
+        store_narrow_piece(buffer, thread, values, paired)
     ptx.fence_proxy_async_shared()
     group_barrier(group)
     if thread == 0:

@@ -20,14 +20,16 @@ up. The third dimension has size 1 without a gate. dgrad multiplies with the tra
 the same dimensions with the box of the other storage.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megamoe.cute_kernels.kernel_config import KernelConfig, alternating_octets, h_columns
 from megamoe.cute_kernels.problem import BLOCK_K, Problem
 from megamoe.cute_kernels.smem import BF16_BYTES, PIECE_TOKENS
 
-SWIZZLE_BYTES = 128
 HALF_ROWS = 128
 """Rows of a box of weights: half a tile."""
+ALTERNATING_ROWS = 16
+"""Rows of 8 gate and 8 up rows of the same columns, the unit of narrow tiles."""
 WIDE_ROWS = 64
 """Pool rows of the wide token box; tiles of 64 and 128 tokens use it."""
 NARROW_ROWS = 8
@@ -36,42 +38,56 @@ NARROW_ROWS = 8
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """Arguments of one encode call; ``strides`` in bytes, of dimensions 1 and up."""
+    """Arguments of one encode call; ``strides`` (of dimensions 1 and up), ``swizzle`` in bytes."""
 
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
+    swizzle: int = 128
 
 
-def w13_spec(p: Problem, experts: int) -> TensorMapSpec:
+def w13_spec(p: Problem, config: KernelConfig, experts: int) -> TensorMapSpec:
     """Map of contiguous ``w13 [experts, rows, H]`` or, transposed, ``[experts, H, rows]``."""
     rows, inter, hidden = p.w13_rows, p.intermediate, p.hidden
     parts = 2 if p.gated else 1
     interleaved = p.w13_layout == "interleaved"
     k_inside = p.w13_transposed == p.backward
     if p.paired_rows:
-        return _spec((rows, hidden, 1, experts), (rows, rows * hidden, rows * hidden), k_inside)
+        return _spec(
+            config, (rows, hidden, 1, experts), (rows, rows * hidden, rows * hidden), k_inside
+        )
     if p.w13_transposed:
-        return _spec((inter, hidden, parts, experts), (rows, inter, rows * hidden), k_inside)
+        return _spec(
+            config, (inter, hidden, parts, experts), (rows, inter, rows * hidden), k_inside
+        )
     row_stride = 2 * hidden if interleaved else hidden
     part_stride = hidden if interleaved else inter * hidden
+    if alternating_octets(p, config):
+        dims = (hidden, 8, 2, inter // 8, experts)
+        strides_8 = (row_stride, part_stride, 8 * row_stride, rows * hidden)
+        return _spec(config, dims, strides_8, k_inside)
     strides = (row_stride, part_stride, rows * hidden)
-    return _spec((hidden, inter, parts, experts), strides, k_inside)
+    return _spec(config, (hidden, inter, parts, experts), strides, k_inside)
 
 
-def w2_spec(p: Problem, experts: int) -> TensorMapSpec:
+def w2_spec(p: Problem, config: KernelConfig, experts: int) -> TensorMapSpec:
     """Map of contiguous ``w2 [experts, H, I]`` or, transposed, ``[experts, I, H]``."""
     inter, hidden = p.intermediate, p.hidden
     size = inter * hidden
     k_inside = p.w2_transposed == p.backward
     if p.w2_transposed:
-        return _spec((hidden, inter, 1, experts), (hidden, size, size), k_inside)
-    return _spec((inter, hidden, 1, experts), (inter, size, size), k_inside)
+        return _spec(config, (hidden, inter, 1, experts), (hidden, size, size), k_inside)
+    return _spec(config, (inter, hidden, 1, experts), (inter, size, size), k_inside)
 
 
-def _spec(dims: tuple[int, ...], strides: tuple[int, ...], k_inside: bool) -> TensorMapSpec:
+def _spec(
+    config: KernelConfig, dims: tuple[int, ...], strides: tuple[int, ...], k_inside: bool
+) -> TensorMapSpec:
     """A weight map; ``strides`` in elements; ``k_inside``: the first dimension is reduced over."""
-    box = (BLOCK_K, HALF_ROWS, 1, 1) if k_inside else (BLOCK_K, WIDE_ROWS, 1, 1)
+    rows = min(HALF_ROWS, config.block_n) if k_inside else WIDE_ROWS
+    box: tuple[int, ...] = (BLOCK_K, rows, 1, 1)
+    if len(dims) == 5:
+        box = (BLOCK_K, 8, 2, config.block_n // ALTERNATING_ROWS, 1)
     return TensorMapSpec(dims, tuple(stride * BF16_BYTES for stride in strides), box)
 
 
@@ -88,7 +104,7 @@ class MapEntry:
     region: str
 
 
-def map_table(p: Problem, experts: int) -> dict[str, MapEntry]:
+def map_table(p: Problem, config: KernelConfig, experts: int) -> dict[str, MapEntry]:
     """The tensor maps of a launch by name, in the order in which they lie in memory.
 
     ``pool_x`` holds the rows of the first GEMM (dgrad: of dy); ``…_8`` are the narrow boxes,
@@ -99,8 +115,8 @@ def map_table(p: Problem, experts: int) -> dict[str, MapEntry]:
             formed.
     """
     entries = {
-        "w13": MapEntry(w13_spec(p, max(experts, 1)), "weights", "w13"),
-        "w2": MapEntry(w2_spec(p, max(experts, 1)), "weights", "w2"),
+        "w13": MapEntry(w13_spec(p, config, max(experts, 1)), "weights", "w13"),
+        "w2": MapEntry(w2_spec(p, config, max(experts, 1)), "weights", "w2"),
     }
 
     def rows_of(width: int, box_rows: int, rows: int) -> TensorMapSpec:
@@ -129,7 +145,10 @@ def map_table(p: Problem, experts: int) -> dict[str, MapEntry]:
         else:
             pool("pool_x", p.hidden, "local", "pool_x", p.stored_rows)
         pool("pool_h", p.intermediate, "local", "pool_h", p.stored_rows)
-        piece("pool_h", p.intermediate, "local", p.stored_rows)
+        columns = h_columns(p, config)
+        spec = rows_of(p.intermediate, PIECE_TOKENS, p.stored_rows)
+        spec = replace(spec, box=(columns, PIECE_TOKENS), swizzle=columns * BF16_BYTES)
+        entries["pool_h_piece"] = MapEntry(spec, "local", "pool_h")
     if p.backward or p.saves:
         for name in halves:
             piece(name, p.intermediate, "saved")
@@ -139,5 +158,5 @@ def map_table(p: Problem, experts: int) -> dict[str, MapEntry]:
 
 
 def map_names(p: Problem) -> tuple[str, ...]:
-    """Names of the maps of a launch, in order."""
-    return tuple(map_table(p, 1))
+    """Names of the maps of a launch, in order; a config changes none."""
+    return tuple(map_table(p, KernelConfig(), 1))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
+from megamoe.cute_kernels.kernel_config import KernelConfig
 from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.saved import dgrad_block, saved_block
 from megamoe.cute_kernels.tensor_maps import map_table
@@ -14,21 +15,23 @@ from megamoe.runtime.devices.base import Allocation, Device
 def encode_maps(
     device: Device,
     p: Problem,
+    config: KernelConfig,
     *,
     experts: int,
     weights: Mapping[str, int],
     bases: Mapping[str, int],
 ) -> Allocation:
-    """The maps of ``map_table(p, experts)``, in its order, ready for a launch.
+    """The maps of ``map_table(p, config, experts)``, in its order, ready for a launch.
 
     Args:
+        config: what the kernel was compiled with.
         experts: experts of this PE.
         weights: addresses of ``w13`` and ``w2``; unused without experts.
         bases: addresses of the blocks ``local`` and, in training modes, ``saved`` and ``dgrad``.
     """
     tables = {"local": local_block(p), "saved": saved_block(p), "dgrad": dgrad_block(p)}
     data = b""
-    for entry in map_table(p, experts).values():
+    for entry in map_table(p, config, experts).values():
         if entry.block == "weights":
             # Without experts no tile is run; the map only has to be well formed.
             address = weights[entry.region] if experts else bases["local"]

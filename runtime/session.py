@@ -172,6 +172,7 @@ class PeSession:
         maps = encode_maps(
             self.device,
             self.problem,
+            self.image.config,
             experts=experts,
             weights=addresses,
             bases={"local": self._local.address},

@@ -47,7 +47,7 @@ class Device(Protocol):
         ...
 
     def encode_tensor_map(self, spec: TensorMapSpec, address: int) -> bytes:
-        """The 128 bytes of a tensor map of bf16 at ``address`` with a 128-byte swizzle."""
+        """The 128 bytes of a tensor map of bf16 at ``address``."""
         ...
 
     def prepare(self, image: Image, *, grid: int) -> Launch:

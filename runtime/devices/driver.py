@@ -138,7 +138,7 @@ class Driver:
     # --- tensor maps ----------------------------------------------------------------------------
 
     def encode_tensor_map(self, spec: TensorMapSpec, address: int) -> bytes:
-        """``cuTensorMapEncodeTiled`` for bf16 with a 128-byte swizzle, zeros out of bounds."""
+        """``cuTensorMapEncodeTiled`` for bf16, zeros out of bounds."""
         api = self.api
         wide, narrow = api.cuuint64_t, api.cuuint32_t
         tensor_map = self.call(
@@ -151,7 +151,7 @@ class Driver:
             [narrow(size) for size in spec.box],
             [narrow(1) for _ in spec.dims],
             api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            api.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            getattr(api.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{spec.swizzle}B"),
             api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from megamoe.cute_kernels.image import Image
-from megamoe.cute_kernels.tensor_maps import SWIZZLE_BYTES, TensorMapSpec
+from megamoe.cute_kernels.tensor_maps import TensorMapSpec
 from megamoe.runtime.devices.base import Allocation
 from megamoe.runtime.launch import split_block
 from megamoe.runtime.vgpu.kernel import Kernel
@@ -81,7 +81,7 @@ class VgpuDevice:
             dims=spec.dims,
             strides_bytes=spec.strides,
             box=spec.box,
-            swizzle=SWIZZLE_BYTES,
+            swizzle=spec.swizzle,
         ).to_bytes()
 
     def prepare(self, image: Image, *, grid: int) -> "VgpuLaunch":

@@ -11,6 +11,7 @@ from cache_helpers import problem
 from recorded import STREAM, arguments, bind, device, launched, pe_session
 from recorded import recording_api as api_of
 
+from megamoe.cute_kernels.kernel_config import BLOCKS_N, KernelConfig, check_fits
 from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.smem import SMEM_LIMIT, SharedMap, default_config
 from megamoe.cute_kernels.tensor_maps import map_table
@@ -60,28 +61,35 @@ def shape(hidden: int, inter: int, experts: int, pes: int, **layout: object) -> 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
 @pytest.mark.parametrize("sizes", SHAPES, ids=lambda sizes: "x".join(map(str, sizes)))
-def test_tensor_maps_keep_the_documented_rules(sizes, layout):
-    """The rules of cuTensorMapEncodeTiled for a 2-byte type, no interleave, 128-byte swizzle."""
+@pytest.mark.parametrize("block_n", BLOCKS_N)
+def test_tensor_maps_keep_the_documented_rules(sizes, layout, block_n):
+    """The rules of cuTensorMapEncodeTiled for a 2-byte type, no interleave, swizzled."""
     p = shape(*sizes, **layout)
+    config = KernelConfig(block_n=block_n)
+    if p.gated and p.w13_transposed and not p.paired_rows and block_n < 256:
+        with pytest.raises(ValueError, match=f"block_n={block_n}: must be 256 where w13"):
+            check_fits(p, config)
+        return
     api = api_of()
     gpu = device(api)
     address = 0x7F0000000400
-    specs = [entry.spec for entry in map_table(p, p.experts_per_pe).values()]
+    specs = [entry.spec for entry in map_table(p, config, p.experts_per_pe).values()]
     maps = [gpu.encode_tensor_map(spec, address) for spec in specs]
     assert [len(data) for data in maps] == [128] * len(specs)
     calls = [call for name, call in api.calls if name == "cuTensorMapEncodeTiled"]
     for spec, call in zip(specs, calls, strict=True):
         kind, rank, at, dims, strides, box, steps, interleave, swizzle, _, fill = call
         assert kind.name.endswith("BFLOAT16") and interleave.name.endswith("NONE")
-        assert swizzle.name.endswith("128B") and fill.name.endswith("FILL_NONE")
+        assert fill.name.endswith("FILL_NONE")
         dims, strides, box, steps = ([int(v) for v in part] for part in (dims, strides, box, steps))
+        assert swizzle.name.endswith(f"_{box[0] * 2}B")
         assert at == address and at % 16 == 0
         assert 1 <= rank <= 5 and len(dims) == len(box) == len(steps) == rank
         assert len(strides) == rank - 1
         assert all(1 <= size <= 2**32 for size in dims)
         assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in strides)
         assert all(1 <= size <= 256 for size in box)
-        assert box[0] * 2 % 16 == 0 and box[0] * 2 <= 128
+        assert box[0] * 2 in (64, 128)
         assert steps == [1] * rank
         assert (tuple(dims), tuple(strides), tuple(box)) == (spec.dims, spec.strides, spec.box)
     # The weights' maps end exactly where the tensors end.
