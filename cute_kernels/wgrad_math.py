@@ -10,7 +10,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from megamoe.cute_kernels import ptx
-from megamoe.cute_kernels.mma_sm90 import ACCUMULATORS, WGMMA_K, operand, release
+from megamoe.cute_kernels.mma_sm90 import WGMMA_K, operand, release
 from megamoe.cute_kernels.pipelines import StagePosition, full_barrier, make_position
 from megamoe.cute_kernels.problem import BLOCK_K
 from megamoe.cute_kernels.smem import BF16_BYTES
@@ -190,7 +190,7 @@ def wgrad_math_role(c: WgradContext, math_thread: Int32):
     """The whole role of both warpgroups; ``math_thread`` counts over them, 0 to 255."""
     group = math_thread // GROUP_THREADS
     thread = math_thread % GROUP_THREADS
-    acc = cute.make_rmem_tensor((ACCUMULATORS,), Float32)
+    acc = cute.make_rmem_tensor((2 * HALF_ACCUMULATORS,), Float32)
     tiles = make_tiles(c.cta, c.grid, c.experts, c.problem)
     position = make_position(c.config.stages)
     tiles.advance()
