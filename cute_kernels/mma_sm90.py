@@ -30,6 +30,8 @@ from megamoe.cute_kernels.scheduler import TilePhase
 from megamoe.cute_kernels.staging import GROUP_THREADS
 
 WGMMA_K = 16
+ACCUMULATORS = 128
+"""Most fp32 accumulators of a thread: 2 halves of 16 token octets of 4."""
 HALF_ACCUMULATORS = 64
 """fp32 accumulators of a thread for one half of the tile: 16 token octets of 4."""
 
