@@ -34,7 +34,7 @@ class MatrixResult:
         return {
             "cases": len({o.run.case.name for o in self.outcomes}),
             "runs": len(self.outcomes),
-            "races": self.count("race", "register_race", "transaction"),
+            "races": self.count("race", "register_race", "transaction", "lifetime"),
             "poison_reads": self.count("poison_read"),
             "deadlocks": self.count("deadlock"),
             "wrong_results": self.count("wrong_result", "wrong_error"),

@@ -40,13 +40,15 @@ if TYPE_CHECKING:
 
 
 class LaneOps:
-    """Group-completed operations of one lane: how many, and how many at each commit."""
+    """Group-completed operations of one lane: how many, how many at each commit, and the last one
+    that reads shared memory."""
 
-    __slots__ = ("commits", "count", "read_column", "write_column")
+    __slots__ = ("commits", "count", "last_read", "read_column", "write_column")
 
     def __init__(self, read_column: int, write_column: int, count: int) -> None:
         self.read_column, self.write_column, self.count = read_column, write_column, count
         self.commits: list[int] = []
+        self.last_read: tuple[int, Touch] | None = None
 
 
 class Side:
@@ -133,13 +135,17 @@ class AsyncCopies:
         if source is not None:
             touch = Touch(w, op.ins, "asynchronous read", 1 << lane)
             unwritten = self.read(source, clock, hb.base + lane, w, touch)
-        for target in targets:
+            if not phases and source.row == SHARED:
+                ops.last_read = (source.time, touch)
+        for number, target in enumerate(targets):
             what = "asynchronous write"
             reduces = op.ins.opcode.startswith(("cp.reduce", "red.async"))
             if reduces:
                 what = "asynchronous reduction"
             touch = Touch(w, op.ins, what, 1 << lane, reduce=reduces)
             self.write(target, clock, hb.base + lane, w, touch, unwritten, links)
+            if phases:
+                phases[number][0].hb.last_copy = (target.time, touch)
 
     def sides(
         self, op: AsyncOp, read_stamp: tuple[int, int], write_stamps: list[tuple[int, int]]

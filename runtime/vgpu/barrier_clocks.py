@@ -31,8 +31,8 @@ _EXPLICIT_CTA = (".release.cta", ".acquire.cta")
 class MBarrierClock:
     """The detector's side of an mbarrier.
 
-    ``column``: agent of the copies that complete on it; phase p has time ``start`` + p + 1. Two
-    clocks collect arrivals: of the own CTA and of others.
+    ``column``: agent of the copies that complete on it; phase p has time ``start`` + p + 1;
+    ``last_copy`` is the last of them. Two clocks collect arrivals: of the own CTA and of others.
     """
 
     __slots__ = (
@@ -40,6 +40,7 @@ class MBarrierClock:
         "column",
         "done",
         "known",
+        "last_copy",
         "others",
         "others_done",
         "own",
@@ -55,6 +56,7 @@ class MBarrierClock:
         self.done, self.others_done = self.own, self.others
         self.known: set[tuple[int, int, bool]] = set()
         self.visible = False
+        self.last_copy: tuple[int, Touch] | None = None
 
     def by_lane(self, w: Warp, bits: int) -> bool:
         """True if one of these lanes initialised the barrier."""

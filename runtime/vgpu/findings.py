@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megamoe.runtime.vgpu.ptx_ast import Instruction
     from megamoe.runtime.vgpu.warp import Warp
 
-KINDS = ("race", "poison_read", "transaction", "register_race")
+KINDS = ("race", "poison_read", "transaction", "register_race", "lifetime")
 
 
 class FindingError(VgpuError):
@@ -53,7 +53,8 @@ class Finding:
 
     ``kind``: ``race`` (two accesses, at least one a write, that nothing orders), ``poison_read``
     (bytes that nobody ever wrote are used), ``transaction`` (an mbarrier's expected bytes do not
-    fit its copies), ``register_race`` (registers of a wgmma touched without ``wgmma.fence``).
+    fit its copies), ``register_race`` (registers of a wgmma touched without ``wgmma.fence``),
+    ``lifetime`` (a CTA may end while a copy still reads or writes its shared memory).
     ``access_1`` came first in the run at hand and is None where there is no earlier access.
     """
 
@@ -135,6 +136,7 @@ class Findings:
         head = {
             "race": "race", "poison_read": "read of never-written bytes",
             "transaction": "transaction bytes", "register_race": "register race",
+            "lifetime": "copy outlives its CTA",
         }[kind]  # fmt: skip
         lines = [f"{head} on {where}"]
         if first is not None:

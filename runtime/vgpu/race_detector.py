@@ -29,6 +29,7 @@ from megamoe.runtime.vgpu.clocks import (
 )
 from megamoe.runtime.vgpu.findings import Finding, Touch
 from megamoe.runtime.vgpu.happens_before import Core
+from megamoe.runtime.vgpu.lifetimes import check_lifetimes
 from megamoe.runtime.vgpu.shadow import HOST_ID, POISON_WORD, Shadow
 from megamoe.runtime.vgpu.sync_words import SyncWords
 from megamoe.runtime.vgpu.wgmma_tracks import WgmmaTracks
@@ -169,6 +170,8 @@ class RaceDetector:
             hb: WarpClock = w.hb
             np.maximum(end, hb.publish(hb.full), out=end)
             agents.times[hb.base] = hb.time
+        check_lifetimes(self.core.findings, cta, end)
+        for w in cta.warps:
             self.copies.all_done(w, end)
             self.products.all_done(w, end)
         for bar in cta.mbarriers.values():

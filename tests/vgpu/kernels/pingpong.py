@@ -242,6 +242,10 @@ class PingPong:
                         staged = from_d[None, group * PIECES + piece]
                         cute.copy(atom_d, staged, out_d[None, tile % tiles_m, column])
                     cute.arch.cp_async_bulk_commit_group()
+        # The last stores still read shared memory, which ends with the CTA.
+        if thread < 32:
+            with cute.arch.elect_one():
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 def compile_pingpong(config: PingPongConfig) -> str:
