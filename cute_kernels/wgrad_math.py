@@ -103,16 +103,14 @@ def multiply(
     return position
 
 
-@cute.jit
 def add_f32(accumulate: Int32, valid, address: Int64, values):
     """Store four floats, or add them to what is there."""
     olds = [ptx.ld_f32x4_if(ok & accumulate, address + 64 * i) for i, ok in enumerate(valid)]
     for i, ok in enumerate(valid):
-        sums = [value + old for value, old in zip(values[i], olds[i], strict=True)]
+        sums = [new + old for new, old in zip(values[i], olds[i], strict=True)]
         ptx.st_f32x4_if(ok, address + 64 * i, *sums)
 
 
-@cute.jit
 def add_bf16(accumulate: Int32, valid, address: Int64, values):
     """Store four bf16, or the once-rounded fp32 sums with what is there."""
     olds = [ptx.ld_i32x2_if(ok & accumulate, address + 32 * i) for i, ok in enumerate(valid)]
