@@ -56,7 +56,7 @@ class Context:
 
     def loc(self, region: str) -> Int64:
         """Address of a local region."""
-        return self.local + local_block(self.problem)[region].offset
+        return self.local + local_block(self.problem, self.config)[region].offset
 
     def saved_region(self, region: str) -> Int64:
         """Address of a region that the forward keeps."""

@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from megamoe.cute_kernels.arith import ceil_div
-from megamoe.cute_kernels.problem import BLOCK_M, Problem
+from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M, Problem
 
 SM_REGISTERS = 65536
 WARPGROUP_THREADS = 128
 BLOCKS_N = (256, 128, 64)
+MAX_SPLIT_K = 16
 GROUP_ROWS = 64
 """Weight rows of one WGMMA, which belongs to one warpgroup."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
-    """Tunable choices of a forward kernel that change no result.
+    """Tunable choices of a forward kernel. Only ``split_k`` changes a bit of a result.
 
     Args:
         stages: depth of the TMA → WGMMA pipeline.
@@ -31,6 +32,8 @@ class KernelConfig:
         ring_slots: row-copy slots of at most 4 KB of each place warp.
         block_n: weight rows of one tile: 256, or 128 or 64 where few tiles leave SMs idle. With a
             gate, half of those of fc1 are gate, half up.
+        split_k: parts that the reduction of an fc2 tile is cut into (``split.py``); fp32 sums of
+            parts are added in a fixed order, so results depend on it, but on nothing else.
         token_widths: tokens a tile's WGMMA may cover; a tile takes the smallest that holds its
             valid rows. Multiples of 8, ascending, the last BLOCK_M.
         prefetch_tiles: weight k-tiles of a CTA's first tile that are brought to L2 while its
@@ -49,6 +52,7 @@ class KernelConfig:
     lag_waves: int = 1
     ring_slots: int = 3
     block_n: int = 256
+    split_k: int = 1
     token_widths: tuple[int, ...] = (8, 16, 32, 64, BLOCK_M)
     prefetch_tiles: int = 8
     poll_sleep_ns: int = 64
@@ -62,6 +66,7 @@ class KernelConfig:
             ("stages", 2, 8),
             ("lag_waves", 1, 64),
             ("ring_slots", 2, 16),
+            ("split_k", 1, MAX_SPLIT_K),
             ("prefetch_tiles", 0, 64),
             ("poll_sleep_ns", 0, 1_000_000),
         ):
@@ -163,6 +168,13 @@ def check_fits(p: Problem, config: KernelConfig) -> None:
     """
     if config.block_n < 256 and p.mode != "forward":
         raise ValueError(f"block_n={config.block_n}: must be 256 in mode {p.mode!r}")
+    if config.split_k > 1 and p.mode != "forward":
+        raise ValueError(f"split_k={config.split_k}: must be 1 in mode {p.mode!r}")
+    if config.split_k > ceil_div(p.intermediate, BLOCK_K):
+        raise ValueError(
+            f"split_k={config.split_k}: must be 1 to {ceil_div(p.intermediate, BLOCK_K)}, the "
+            f"k-tiles of fc2 with intermediate={p.intermediate}"
+        )
     if config.block_n < 256 and p.gated and p.w13_transposed and not p.paired_rows:
         raise ValueError(
             f"block_n={config.block_n}: must be 256 where w13 is transposed and not interleaved "

@@ -65,4 +65,5 @@ def tiles_of(c: Context) -> TileScheduler:
         c.config.lag_waves,
         # fc2 of the block whose place another takes must come before that one's fc1.
         c.problem.ring_blocks - 1 if c.problem.ring_blocks else c.problem.pool_blocks,
+        c.config.split_k,
     )

@@ -23,6 +23,7 @@ from megamoe.cute_kernels.pipelines import (
 from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M
 from megamoe.cute_kernels.scheduler import TilePhase
 from megamoe.cute_kernels.smem import B_STAGE_BYTES, BF16_BYTES, a_stage_bytes
+from megamoe.cute_kernels.split import k_range
 from megamoe.cute_kernels.sync import wait_at_least
 from megamoe.cute_kernels.tensor_maps import (
     ALTERNATING_ROWS,
@@ -132,15 +133,15 @@ def load_tile(
     expert: Int32,
     block: Int32,
     n: Int32,
+    part: Int32,
     width: Int32,
 ) -> StagePosition:
     """All stages of one tile; returns the position after them."""
     wide, narrow = c.map("pool_x"), c.map("pool_x_8")
-    k_tiles = Int32(ceil_div(c.problem.hidden, BLOCK_K))
+    first, k_tiles = k_range(c, phase, part)
     if phase == TilePhase.FC2:
         wide = c.map("pool_h")
         narrow = c.map("pool_h_8")
-        k_tiles = Int32(ceil_div(c.problem.intermediate, BLOCK_K))
     row = c.stored_block(block) * BLOCK_M
     nbytes = Int32(a_stage_bytes(c.config)) + width * ROW_BYTES
     for k_tile in cutlass.range(k_tiles, unroll=1):
@@ -148,7 +149,7 @@ def load_tile(
         full = full_barrier(c, position.stage)
         a = c.smem + c.shared.a + position.stage * a_stage_bytes(c.config)
         b = c.smem + c.shared.b + position.stage * B_STAGE_BYTES
-        k = k_tile * BLOCK_K
+        k = (first + k_tile) * BLOCK_K
         with cute.arch.elect_one():
             ptx.mbarrier_arrive_expect_tx(full, nbytes)
             copy_weights(c, a, phase, k, n, expert, full)
@@ -233,7 +234,9 @@ def load_role(c: Context):
         # and fences itself, so it does not matter which one is elected to issue the copies.
         ptx.fence_proxy_async_global()
         width = token_width(c, rows)
-        position = load_tile(c, position, tiles.phase, expert, tiles.block, tiles.n, width)
+        position = load_tile(
+            c, position, tiles.phase, expert, tiles.block, tiles.n, tiles.part, width
+        )
         tiles.advance()
     # Leave no copy in flight: wait until math has released every stage.
     for _ in cutlass.range(c.config.stages, unroll=1):

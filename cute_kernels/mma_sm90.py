@@ -14,7 +14,6 @@ from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from megamoe.cute_kernels import ptx
-from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.fc1_epilogue import fc1_epilogue
 from megamoe.cute_kernels.fc2_epilogue import fc2_epilogue
@@ -27,13 +26,10 @@ from megamoe.cute_kernels.pipelines import (
 )
 from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M
 from megamoe.cute_kernels.scheduler import TilePhase
-from megamoe.cute_kernels.staging import GROUP_THREADS
+from megamoe.cute_kernels.split import complete_tile, k_range
+from megamoe.cute_kernels.staging import GROUP_THREADS, HALF_ACCUMULATORS
 
 WGMMA_K = 16
-ACCUMULATORS = 128
-"""Most fp32 accumulators of a thread: 2 halves of 16 token octets of 4."""
-HALF_ACCUMULATORS = 64
-"""fp32 accumulators of a thread for one half of the tile: 16 token octets of 4."""
 
 
 def make_mma(groups: int, width: int, transposed: bool):
@@ -142,8 +138,6 @@ def math_role(c: Context, math_thread: Int32):
     fc1_expert = ExpertCursor(expert=Int32(0))
     fc2_expert = ExpertCursor(expert=Int32(0))
     position = make_position(c.config.stages)
-    fc1_k_tiles = Int32(ceil_div(p.hidden, BLOCK_K))
-    fc2_k_tiles = Int32(ceil_div(p.intermediate, BLOCK_K))
     tiles.advance()
     while tiles.valid == 1:
         # Zero-initialised instead of a peeled first step: a shared accumulator with a peeled
@@ -151,7 +145,6 @@ def math_role(c: Context, math_thread: Int32):
         acc.fill(0.0)
         expert = Int32(0)
         rows = Int32(0)
-        k_tiles = fc1_k_tiles
         if tiles.phase == TilePhase.FC1:
             fc1_expert.seek(c, tiles.block)
             expert = fc1_expert.expert
@@ -160,8 +153,8 @@ def math_role(c: Context, math_thread: Int32):
             fc2_expert.seek(c, tiles.block)
             expert = fc2_expert.expert
             rows = fc2_expert.rows(c, tiles.block)
-            k_tiles = fc2_k_tiles
         width = token_width(c, rows)
+        _, k_tiles = k_range(c, tiles.phase, tiles.part)
         # Unrolled (H and I ≤ 64), the loop would have its zeros written after wgmma.fence.
         k_tiles = ptx.opaque_i32(k_tiles)
         if cutlass.const_expr(p.w13_transposed == p.w2_transposed):
@@ -173,5 +166,11 @@ def math_role(c: Context, math_thread: Int32):
         if tiles.phase == TilePhase.FC1:
             fc1_epilogue(c, acc, thread, group, expert, tiles.block, tiles.n, rows)
         else:
-            fc2_epilogue(c, acc, thread, group, expert, tiles.block, tiles.n, rows)
+            complete = Int32(1)
+            if cutlass.const_expr(c.config.split_k > 1):
+                complete = complete_tile(
+                    c, acc, thread, group, tiles.block, tiles.n, tiles.part, rows
+                )
+            if complete == 1:
+                fc2_epilogue(c, acc, thread, group, expert, tiles.block, tiles.n, rows)
         tiles.advance()

@@ -68,6 +68,23 @@ def st_i32x4(address: Int64, a: Int32, b: Int32, c: Int32, d: Int32) -> None:
     )
 
 
+def ld_f32x4(address: Int64) -> tuple[Float32, Float32, Float32, Float32]:
+    """Weak 16-byte load of floats, 16-byte aligned."""
+    return inline_ptx(
+        "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[address],
+    )
+
+
+def st_f32x4(address: Int64, a: Float32, b: Float32, c: Float32, d: Float32) -> None:
+    """Weak 16-byte store of floats, 16-byte aligned."""
+    inline_ptx(
+        "st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, a, b, c, d],
+    )
+
+
 def copy_b16(target: Int64, source: Int64) -> None:
     """Copy two bytes, 2-byte aligned, from global to global."""
     inline_ptx(

@@ -33,7 +33,9 @@ class TileScheduler:
         stride: CTAs in the grid.
         blocks: M-blocks of the pool in use.
         lag: blocks between fc1 and fc2 (clipped to ``blocks``).
-        phase, block, n, valid: the current tile; ``valid`` is 0 after the last.
+        phase, block, n, part, valid: the current tile and, of fc2 tiles, the part of its
+            reduction; ``valid`` is 0 after the last.
+        fc2_parts: parts of an fc2 tile, items of their own side by side.
     """
 
     item: Int32
@@ -43,16 +45,19 @@ class TileScheduler:
     phase: Int32
     block: Int32
     n: Int32
+    part: Int32
     valid: Int32
     fc1_tiles: cutlass.Constexpr[int]
     fc2_tiles: cutlass.Constexpr[int]
+    fc2_parts: cutlass.Constexpr[int]
 
     @cute.jit
     def advance(self):
         """Decode ``item`` and step to this CTA's next."""
         rest = self.item
         head = self.lag * self.fc1_tiles
-        per_step = self.fc1_tiles + self.fc2_tiles
+        fc2_items = self.fc2_tiles * self.fc2_parts
+        per_step = self.fc1_tiles + fc2_items
         middle = (self.blocks - self.lag) * per_step
         self.phase = Int32(TilePhase.FC1)
         self.valid = Int32(1)
@@ -72,11 +77,16 @@ class TileScheduler:
                     self.n = within - self.fc1_tiles
             else:
                 rest = rest - middle
-                step = rest // self.fc2_tiles
+                step = rest // fc2_items
                 self.phase = Int32(TilePhase.FC2)
                 self.block = self.blocks - self.lag + step
-                self.n = rest - step * self.fc2_tiles
+                self.n = rest - step * fc2_items
                 self.valid = Int32(step < self.lag)
+        self.part = Int32(0)
+        if cutlass.const_expr(self.fc2_parts > 1):
+            if self.phase == TilePhase.FC2:
+                self.part = self.n % self.fc2_parts
+                self.n = self.n // self.fc2_parts
         self.item = self.item + self.stride
 
 
@@ -89,6 +99,7 @@ def make_scheduler(
     fc2_tiles: cutlass.Constexpr[int],
     lag_waves: cutlass.Constexpr[int],
     max_lag: cutlass.Constexpr[int],
+    fc2_parts: cutlass.Constexpr[int] = 1,
 ) -> TileScheduler:
     """A scheduler at its first item; the lag is ``lag_waves`` waves of fc1 tiles, in blocks, at
     most ``max_lag`` (with a ring pool, one less than its blocks)."""
@@ -105,7 +116,9 @@ def make_scheduler(
         phase=Int32(TilePhase.FC1),
         block=Int32(0),
         n=Int32(0),
+        part=Int32(0),
         valid=Int32(0),
         fc1_tiles=fc1_tiles,
         fc2_tiles=fc2_tiles,
+        fc2_parts=fc2_parts,
     )

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 
 from megamoe.cute_kernels.arith import ceil_div, round_up
-from megamoe.cute_kernels.problem import MAX_SEND_CTAS, Problem
+from megamoe.cute_kernels.kernel_config import KernelConfig, fc2_tiles
+from megamoe.cute_kernels.problem import BLOCK_M, MAX_SEND_CTAS, Problem
 
 REGION_ALIGN = 256
 DTYPE_BYTES = {"u32": 4, "i32": 4, "u64": 8, "f32": 4, "bf16": 2, "u8": 1}
@@ -86,12 +87,15 @@ def symmetric_block(p: Problem) -> Block:
     )
 
 
-def local_block(p: Problem) -> Block:
+def local_block(p: Problem, config: KernelConfig | None = None) -> Block:
     """Regions that only this PE's kernel (and its host) touches.
 
     What outlives a launch (words and tables) comes first and is alike in all modes of a layer,
     which share a block as large as the largest. A saving forward has its x rows, and dgrad both
     pools, in the blocks of ``saved.py``.
+
+    Args:
+        config: adds what a split over K needs, at the end; None: nothing.
     """
     regions: list[tuple[str, str, tuple[int, ...]]] = [
         ("epoch", "u32", (1,)),
@@ -125,4 +129,11 @@ def local_block(p: Problem) -> Block:
         if not p.saves:
             regions.append(("pool_x", "bf16", (p.stored_rows, p.hidden)))
         regions.append(("pool_h", "bf16", (p.stored_rows, p.intermediate)))
+    if config is not None and config.split_k > 1:
+        # Last, so that all else lies where it does without a split.
+        tiles = p.pool_blocks * fc2_tiles(p, config)
+        stored = p.stored_rows // BLOCK_M * fc2_tiles(p, config)
+        part = (config.math_groups, config.block_n // config.math_groups * BLOCK_M)
+        regions.append(("parts", "u32", (tiles, config.math_groups)))
+        regions.append(("partial", "f32", (stored, config.split_k, *part)))
     return Block.of(*regions)

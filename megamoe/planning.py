@@ -63,7 +63,7 @@ def plan(cfg: MoEConfig, *, kernel_config: KernelConfig | None = None) -> Plan:
     """
     problem = kernel_problem(cfg)
     config = kernel_config or default_config(problem)
-    symmetric, local = symmetric_block(problem), local_block(problem)
+    symmetric, local = symmetric_block(problem), local_block(problem, config)
     regions = tuple(
         PlannedRegion(name, region.name, region.dtype, region.shape, region.nbytes)
         for name, block in ((SYMMETRIC, symmetric), (LOCAL, local))

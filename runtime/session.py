@@ -90,7 +90,7 @@ class PeSession:
         self.closed = False
         self.local_experts = sum(owner == pe for slots in replicas for owner, _ in slots)
         self._symmetric_table = symmetric_block(problem)
-        self._local_table = local_block(problem)
+        self._local_table = local_block(problem, image.config)
         self._symmetric = symmetric
         self._enqueue = device.prepare(image, grid=grid)
         self._packer = ParameterPacker(image.parameters)
@@ -118,6 +118,8 @@ class PeSession:
             if region.name == "expert_map":
                 break
             self.local_view(region.name).zero_()
+        if self.image.config.split_k > 1:
+            self.local_view("parts").zero_()
         for name, values in routing_tables(replicas, pe=self.pe, num_pes=self.problem.num_pes):
             self.local_view(name).copy_(torch.tensor(values, dtype=torch.int32))
         self.local_view("peers").copy_(torch.tensor(self._symmetric.peers, dtype=torch.int64))

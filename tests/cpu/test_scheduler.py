@@ -20,22 +20,25 @@ def walk(
     fc2_tiles: cutlass.Constexpr[int],
     lag_waves: cutlass.Constexpr[int],
     max_lag: cutlass.Constexpr[int],
+    fc2_parts: cutlass.Constexpr[int],
 ):
-    """All items of one CTA into ``out[:, (phase, block, n)]``."""
-    tiles = make_scheduler(cta, grid, blocks, fc1_tiles, fc2_tiles, lag_waves, max_lag)
+    """All items of one CTA into ``out[:, (phase, block, n, part)]``."""
+    tiles = make_scheduler(cta, grid, blocks, fc1_tiles, fc2_tiles, lag_waves, max_lag, fc2_parts)
     tiles.advance()
     i = Int32(0)
     while tiles.valid == 1:
         out[i, 0] = tiles.phase
         out[i, 1] = tiles.block
         out[i, 2] = tiles.n
+        out[i, 3] = tiles.part
         i = i + 1
         tiles.advance()
     count[0] = i
 
 
-def items(cta, grid, blocks, fc1_tiles, fc2_tiles, lag_waves=1, max_lag=1000):
-    out = np.full((blocks * (fc1_tiles + fc2_tiles) + 1, 3), -1, np.int32)
+def items(cta, grid, blocks, fc1_tiles, fc2_tiles, lag_waves=1, max_lag=1000, parts=1):
+    """(phase, block, n) of a CTA's items; with ``parts`` > 1 also the part."""
+    out = np.full((blocks * (fc1_tiles + fc2_tiles * parts) + 1, 4), -1, np.int32)
     count = np.zeros(1, np.int32)
     walk(
         from_dlpack(out),
@@ -47,8 +50,9 @@ def items(cta, grid, blocks, fc1_tiles, fc2_tiles, lag_waves=1, max_lag=1000):
         fc2_tiles,
         lag_waves,
         max_lag,
+        parts,
     )
-    return [tuple(row) for row in out[: count[0]].tolist()]
+    return [tuple(row) for row in out[: count[0], : 3 if parts == 1 else 4].tolist()]
 
 
 def test_worked_example():
@@ -89,3 +93,11 @@ def test_a_ring_of_two_blocks_has_a_lag_of_one():
 
 def test_no_blocks_no_items():
     assert items(0, 2, blocks=0, fc1_tiles=2, fc2_tiles=2) == []
+
+
+def test_parts_of_a_tile_lie_side_by_side():
+    """One block of one fc1 tile and two fc2 tiles of three parts, on four CTAs."""
+    order = [items(c, 4, blocks=1, fc1_tiles=1, fc2_tiles=2, parts=3) for c in range(4)]
+    listed = [order[i % 4][i // 4] for i in range(7)]
+    fc1, fc2 = int(TilePhase.FC1), int(TilePhase.FC2)
+    assert listed == [(fc1, 0, 0, 0)] + [(fc2, 0, n, part) for n in range(2) for part in range(3)]

@@ -123,6 +123,8 @@ def test_problem_refuses(changes, text):
         ({"math_registers": 232}, "math_registers=232: .* exceed the 64512"),
         ({"service_registers": 240}, "service_registers=240: .* from 24 to 168"),
         ({"service_warps": 8}, "math_registers=224: .* 71680 registers; they exceed the 65536"),
+        ({"split_k": 17}, "split_k=17: must be 1 to 16"),
+        ({"block_n": 96}, "block_n=96: must be one of .256, 128, 64."),
         ({"service_warps": 6}, "service_warps=6: must be 4 or 8"),
         ({"math_registers": 230}, "multiples of 8"),
         ({"stages": 1}, "stages=1"),
@@ -131,6 +133,20 @@ def test_problem_refuses(changes, text):
 def test_config_refuses(changes, text):
     with pytest.raises(ValueError, match=text):
         KernelConfig(**changes)
+
+
+def test_a_split_needs_a_k_tile_for_every_part():
+    with pytest.raises(ValueError, match=r"split_k=5: must be 1 to 4, .*intermediate=256"):
+        SharedMap.of(problem(intermediate=256), KernelConfig(split_k=5))
+
+
+def test_a_split_adds_regions_at_the_end():
+    """What else a PE keeps lies where it does without a split; partial sums are fp32 per part."""
+    p = problem(hidden=512, intermediate=256)
+    config = KernelConfig(split_k=2, block_n=128)
+    plain, split = local_block(p).regions, local_block(p, config)
+    assert split.regions[: len(plain)] == plain
+    assert split["partial"].nbytes == p.stored_rows * p.hidden * 4 * config.split_k
 
 
 def test_capacity_always_holds_its_rows():

@@ -1,7 +1,7 @@
 """Kernel configs change no bit: the same call under other depths, widths, lags and registers.
 
-Narrow tiles are compared on integers: vgpu joins their four k-steps into one product, so its sums
-of other data round at other points (those of the hardware do not depend on the tile).
+Other tiles are compared on integers: vgpu joins the four k-steps of narrow ones into one product,
+so its sums of other data round at other points; parts of a split over K do so on hardware too.
 """
 
 from dataclasses import replace
@@ -16,11 +16,17 @@ from megamoe.verify.cases import Case, call, expected, layer
 
 CASE = Case(name="configs", tokens=(64, 21), top_k=3, activation="silu", grid=3)
 ODD = {"tokens": (64, 21), "top_k": 3, "grid": 3, "hidden": 520, "intermediate": 200}
-NARROW: dict[str, tuple[dict, int]] = {
-    "rows_128": ({}, 128),
-    "rows_64": ({}, 64),
-    "up_gate": ({"w13_layout": "up_gate", "fc1_bias": True, "combine": "prereduced"}, 64),
-    "interleaved": ({"w13_layout": "interleaved", "weight_at": "combine", "ring_rows": 256}, 128),
+TILES: dict[str, tuple[dict, dict]] = {
+    "rows_128": ({}, {"block_n": 128}),
+    "rows_64": ({}, {"block_n": 64}),
+    "up_gate": (
+        {"w13_layout": "up_gate", "fc1_bias": True, "combine": "prereduced"},
+        {"block_n": 64},
+    ),
+    "interleaved": (
+        {"w13_layout": "interleaved", "weight_at": "combine", "ring_rows": 256},
+        {"block_n": 128},
+    ),
     "paired": (
         {
             "w13_layout": "interleaved",
@@ -29,9 +35,12 @@ NARROW: dict[str, tuple[dict, int]] = {
             "fc1_bias": True,
             "fc2_bias": True,
         },
-        128,
+        {"block_n": 128},
     ),
-    "no_gate": ({"w2_transposed": True, "fc1_bias": True}, 64),
+    "no_gate": ({"w2_transposed": True, "fc1_bias": True}, {"block_n": 64}),
+    "split": ({}, {"split_k": 2}),
+    "narrow_split": ({"fc2_bias": True}, {"split_k": 4, "block_n": 64}),
+    "split_ring": ({"combine": "prereduced", "ring_rows": 256}, {"split_k": 3, "block_n": 128}),
 }
 CHANGES = {
     "shallow": {"stages": 2, "ring_slots": 2},
@@ -57,17 +66,31 @@ def test_same_bits(name):
     assert_same_bits(call(layer(CASE, data, image=image), data).y, want)
 
 
-@pytest.mark.parametrize("name", NARROW)
-def test_narrow_tiles_of_every_storage(name):
+@pytest.mark.parametrize("name", TILES)
+def test_other_tiles_of_every_storage(name):
     """Under the race detector, on integers, with tails of rows, columns and k."""
-    features, block_n = NARROW[name]
+    features, changes = TILES[name]
     activation = "relu2" if name == "no_gate" else "relu"
     case = Case(name=name, activation=activation, features=tuple(features.items()), **ODD)
     problem = kernel_problem(case.cfg)
-    config = replace(default_config(problem), block_n=block_n, stages=6)
+    config = replace(default_config(problem), stages=4, **changes)
     image = compile_forward(problem=problem, config=config)
     assert image.spill_bytes == 0 and not image.wgmma_serialised
     data = case.inputs()
-    result = call(layer(case, data, image=image, detect=True), data)
-    assert [str(f) for f in result.report.findings] == []
-    assert_same_bits(result.y, expected(case, data))
+    moe = layer(case, data, image=image, detect=True, schedule="random")
+    for _ in range(2):
+        result = call(moe, data)
+        assert [str(f) for f in result.report.findings] == []
+        assert_same_bits(result.y, expected(case, data))
+
+
+def test_the_sum_of_parts_has_one_order():
+    """Sums of parts round, so another order would show: no schedule may change it."""
+    problem = kernel_problem(CASE.cfg)
+    config = replace(default_config(problem), split_k=4)
+    image = compile_forward(problem=problem, config=config)
+    data = CASE.inputs(integers=False)
+    want = call(layer(CASE, data, image=image), data).y
+    for seed in range(2):
+        moe = layer(CASE, data, image=image, schedule="random", completion="random", seed=seed)
+        assert_same_bits(call(moe, data).y, want)
