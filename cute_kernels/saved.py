@@ -11,8 +11,14 @@ Which operands the gradients of the weights need (per expert, sum over its rows,
     db13 = Σ [dgate | dup]           db2 = Σ dy, or Σ row_weight · dy if weight_at="combine"
 """
 
+from dataclasses import replace
+
+from megamoe.cute_kernels.kernel_config import KernelConfig
 from megamoe.cute_kernels.problem import Problem
+from megamoe.cute_kernels.smem import default_config
 from megamoe.cute_kernels.workspace import Block
+
+TRAINING_MODES = ("save", "dgrad")
 
 
 def saved_block(p: Problem) -> Block:
@@ -48,3 +54,28 @@ def dgrad_block(p: Problem) -> Block:
         ("row_weight", "f32", (p.pool_rows,)),
         *(paired if p.paired_rows else ()),
     )
+
+
+def mode_kernels(
+    p: Problem, config: KernelConfig | None = None, *, training: bool
+) -> dict[str, tuple[Problem, KernelConfig]]:
+    """Problem and config of each mode of a session; they share one workspace, as large as the
+    largest.
+
+    Args:
+        config: of forwards; None, and dgrad's, follow the rule. In training none splits K: its
+            counters must outlive a launch, and the modes' ends of the workspace overlap.
+
+    Raises:
+        ValueError: no config fits, or the one given splits K in training.
+    """
+    if not training:
+        return {"forward": (p, config or default_config(p))}
+    if config is not None and config.split_k > 1:
+        raise ValueError(f"split_k={config.split_k}: must be 1 in training")
+    kernels = {}
+    for mode in ("forward", *TRAINING_MODES):
+        problem = replace(p, mode=mode)
+        chosen = config if config is not None and mode != "dgrad" else default_config(problem)
+        kernels[mode] = (problem, replace(chosen, split_k=1))
+    return kernels

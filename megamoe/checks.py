@@ -69,6 +69,15 @@ def check_kernel_support(cfg: MoEConfig) -> None:
             )
 
 
+def check_training_support(cfg: MoEConfig) -> None:
+    """Raise ``ValueError`` for what a layer that trains cannot have."""
+    if cfg.ring_rows is not None:
+        raise ValueError(
+            f"ring_rows={cfg.ring_rows}: must be None with training=True, as the backward needs "
+            "every row of the call"
+        )
+
+
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 

@@ -11,6 +11,8 @@ this PE, N places of all PEs, S rows this PE sends, R rows this PE receives.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
@@ -58,9 +60,69 @@ def _all_to_all(
     rows: torch.Tensor, *, send: list[int], receive: list[int], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     """Exchange the first dimension in pieces of the sizes given, one piece per PE."""
+    if len(send) == 1:
+        return rows
     received = rows.new_empty((sum(receive), *rows.shape[1:]))
     dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
     return received
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Who sends which rows to whom in one call; the same for every exchange of the call, in both
+    directions. With one PE nothing is sent, and no process group is needed.
+
+    Args:
+        slot_S: flat (token * K + k) of the rows this PE sends, in sending order.
+        send, receive: rows to and from every PE.
+        by_expert_R: order that brings received rows, which come by (source, expert, token), into
+            (expert, source, token, k): that of the kernel's pool.
+        rows_L: rows of every local expert.
+    """
+
+    slot_S: torch.Tensor
+    send: list[int]
+    receive: list[int]
+    by_expert_R: torch.Tensor
+    rows_L: list[int]
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(
+        cls,
+        cfg: MoEConfig,
+        *,
+        pe: int,
+        topk_ids_TK: torch.Tensor,
+        group: dist.ProcessGroup | None,
+    ) -> Exchange:
+        """Tell every owner how many rows each of its experts gets from here. A collective."""
+        slot_S, count_N = place_order(cfg, pe=pe, topk_ids_TK=topk_ids_TK)
+        num_local, per_pe = cfg.experts_per_pe[pe], list(cfg.experts_per_pe)
+        count_PL = _all_to_all(
+            count_N, send=per_pe, receive=[num_local] * cfg.num_pes, group=group
+        ).view(cfg.num_pes, num_local)
+        expert_R = torch.arange(num_local, device=count_N.device).repeat(cfg.num_pes)
+        expert_R = expert_R.repeat_interleave(count_PL.flatten())
+        return cls(
+            slot_S=slot_S,
+            send=[int(piece.sum()) for piece in count_N.split(per_pe)],
+            receive=count_PL.sum(dim=1).tolist(),
+            by_expert_R=torch.sort(expert_R, stable=True).indices,
+            rows_L=count_PL.sum(dim=0).tolist(),
+            group=group,
+        )
+
+    def to_experts(self, rows_S: torch.Tensor) -> torch.Tensor:
+        """``[S, ...]`` of this PE's slots to ``[R, ...]`` of its experts. A collective."""
+        rows_R = _all_to_all(rows_S, send=self.send, receive=self.receive, group=self.group)
+        return rows_R[self.by_expert_R]
+
+    def to_slots(self, rows_R: torch.Tensor) -> torch.Tensor:
+        """The way back: ``[R, ...]`` of this PE's experts to ``[S, ...]``. A collective."""
+        arrived_R = torch.empty_like(rows_R)
+        arrived_R[self.by_expert_R] = rows_R
+        return _all_to_all(arrived_R, send=self.receive, receive=self.send, group=self.group)
 
 
 def moe_classical(
@@ -117,25 +179,13 @@ def moe_classical(
     dtype = x_TH.dtype if dtype is None else dtype
     num_tokens = x_TH.shape[0]
 
-    # Permute, and tell every owner how many rows each of its experts gets from here.
-    slot_S, count_N = place_order(cfg, pe=pe, topk_ids_TK=topk_ids_TK)
-    rows_SH = x_TH[slot_S // cfg.top_k].to(dtype)
+    # Permute and dispatch.
+    exchange = Exchange.of(cfg, pe=pe, topk_ids_TK=topk_ids_TK, group=group)
+    slot_S = exchange.slot_S
     weight_S = topk_weights_TK.flatten()[slot_S].to(dtype)
-    experts_per_pe = list(cfg.experts_per_pe)
-    count_PL = _all_to_all(
-        count_N, send=experts_per_pe, receive=[num_local] * cfg.num_pes, group=group
-    ).view(cfg.num_pes, num_local)
-    send = [int(piece.sum()) for piece in count_N.split(experts_per_pe)]
-    receive = count_PL.sum(dim=1).tolist()
-
-    # Dispatch. Rows arrive by (source, expert, token); the grouped GEMM wants (expert, source).
-    rows_RH = _all_to_all(rows_SH, send=send, receive=receive, group=group)
-    weight_R = _all_to_all(weight_S, send=send, receive=receive, group=group)
-    expert_R = torch.arange(num_local, device=x_TH.device).repeat(cfg.num_pes)
-    expert_R = expert_R.repeat_interleave(count_PL.flatten())
-    by_expert_R = torch.sort(expert_R, stable=True).indices
-    inputs = rows_RH[by_expert_R].split(count_PL.sum(dim=0).tolist())
-    weights = weight_R[by_expert_R].split(count_PL.sum(dim=0).tolist())
+    rows_RH = exchange.to_experts(x_TH[slot_S // cfg.top_k].to(dtype))
+    inputs = rows_RH.split(exchange.rows_L)
+    weights = exchange.to_experts(weight_S).split(exchange.rows_L)
     outputs = [
         expert_ffn(
             x_RH=inputs[local],
@@ -151,12 +201,8 @@ def moe_classical(
         )
         for local in range(num_local)
     ]
-    out_RH = torch.empty_like(rows_RH)
-    if outputs:
-        out_RH[by_expert_R] = torch.cat(outputs)
-
     # Combine: the same exchange backwards, then every row into its own slot.
-    back_SH = _all_to_all(out_RH, send=receive, receive=send, group=group)
+    back_SH = exchange.to_slots(torch.cat(outputs) if outputs else rows_RH)
     if cfg.weight_at == "combine":
         back_SH = back_SH * weight_S[:, None]
     slot_NH = back_SH.new_zeros((num_tokens * cfg.top_k, cfg.hidden))

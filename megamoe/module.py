@@ -6,28 +6,38 @@ Legend: T tokens, H hidden, I intermediate, E experts, L local experts, K top-k,
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from megamoe.autograd import WEIGHTS, Engine, Side, apply, wants_gradients
 from megamoe.checks import check_inputs, check_weights
 from megamoe.config import MoEConfig
+from megamoe.reference_engine import ReferenceEngine
 from megamoe.runtime.errors import MegaMoEError
 from megamoe.runtime.session import BoundWeights
 from megamoe.session import Session
+from megamoe.session_engine import SessionEngine
+from megamoe.weight_gradients import DelayedGradients
 
 log = logging.getLogger("megamoe")
-WEIGHTS = ("w13", "w2", "b13", "b2")
 _SHARED: dict[Any, Session] = {}
 
 
 class MegaMoE(nn.Module):
-    """The expert FFNs of a mixture-of-experts layer over the PEs of a group; forward only.
+    """The expert FFNs of a mixture-of-experts layer over the PEs of a group, for torch autograd.
 
-    On a CUDA tensor a call is one kernel launch on the current stream. On a CPU tensor the
-    reference computes the same result, so that a model with this layer runs and is tested anywhere;
-    with several PEs it then needs an initialised ``torch.distributed`` (gloo).
+    On a CUDA tensor a call is one kernel launch on the current stream, and its backward one for
+    dgrad and one for wgrad. On a CPU tensor the reference computes the same results, so that a
+    model with this layer runs, trains and is tested anywhere; with several PEs it then needs an
+    initialised ``torch.distributed`` (gloo).
+
+    Every rank makes the same calls in the same order, forward and backward, also with T = 0: its
+    loss must depend on y there too. Gradients of experts are plain sums over the tokens of all PEs,
+    not scaled; those of experts without rows are zeros of full shape. A weight's ``main_grad``, if
+    it has one, is added to in place (`megamoe.weight_gradients`).
 
     Args:
         cfg: the layer.
@@ -38,6 +48,8 @@ class MegaMoE(nn.Module):
             device, built at the first CUDA call. Layers that run at the same time need different
             ones.
         group: ``torch.distributed`` group whose ranks are the PEs.
+        delay_wgrad: leave the gradients of the weights to ``backward_dw()``: autograd then returns
+            none for them, and no hook of theirs fires in ``loss.backward()``.
 
     Weights are taken by reference: an ``nn.Parameter`` is registered as it is, a plain tensor as a
     buffer outside the state dict. They are read in place at every call.
@@ -56,6 +68,7 @@ class MegaMoE(nn.Module):
         b2: torch.Tensor | None = None,
         session: Session | None = None,
         group: Any = None,
+        delay_wgrad: bool = False,
     ):
         super().__init__()
         self.w13: torch.Tensor
@@ -70,8 +83,10 @@ class MegaMoE(nn.Module):
         self.cfg = cfg
         self.group = group
         self.session = session
+        self.delay_wgrad = delay_wgrad
+        self._delayed = DelayedGradients()
         self._bound: BoundWeights | None = None
-        self._said = False
+        self._said = self._shares_session = False
         for name, tensor in zip(WEIGHTS, (w13, w2, b13, b2), strict=True):
             if tensor is None or isinstance(tensor, nn.Parameter):
                 self.register_parameter(name, tensor)
@@ -79,8 +94,8 @@ class MegaMoE(nn.Module):
                 self.register_buffer(name, tensor, persistent=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this copy's place in memory."""
-        return self.__dict__ | {"_bound": None}
+        """Without what belongs to this copy's place in memory, and without pending gradients."""
+        return self.__dict__ | {"_bound": None, "_delayed": DelayedGradients()}
 
     def extra_repr(self) -> str:
         cfg = self.cfg
@@ -101,38 +116,65 @@ class MegaMoE(nn.Module):
     ) -> torch.Tensor:
         """The layer's output for this PE's tokens. Every rank calls, also with T = 0.
 
-        Args and errors: as ``megamoe.Session.forward``.
+        Args and errors: as ``megamoe.Session.forward``; ``out`` is refused if a gradient is wanted.
 
         Returns:
-            ``[T, H]`` bf16.
+            ``[T, H]`` bf16, differentiable.
         """
-        session, bound = self.session, self._bound
+        session, bound, weights = self.session, self._bound, self._weights()
+        side = Side(x, topk_ids, topk_weights, residual, weights)
+        gradients = wants_gradients([side])
+        if gradients and out is not None:
+            raise ValueError("out is given: must be None where a gradient is wanted")
         if session is None or session.tensor_device != x.device:
             if x.device.type == "cpu":
-                return self._reference(x, topk_ids, topk_weights, out, residual, num_tokens)
+                return self._reference(side, out, num_tokens, gradients)
             session = self._session_for(x.device)
-        weights = self._weights()
-        if torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in (x, topk_weights, *weights.values())
-        ):
-            raise MegaMoEError(
-                "an input or weight requires a gradient, and this version computes the forward "
-                "only: call under torch.inference_mode() or torch.no_grad()"
-            )
+        if gradients and not session.training:
+            if not self._shares_session:
+                raise MegaMoEError(
+                    "an input or weight requires a gradient: build the session with training=True, "
+                    "or call under torch.inference_mode() or torch.no_grad()"
+                )
+            session = self._session_for(x.device, training=True)
         if bound is None or not bound.still_there(weights):
             bound = self._bind(session, weights)
+        if gradients:
+            return self._differentiable(SessionEngine(session, bound, num_tokens), side)
         return session.forward(
             bound, x, topk_ids, topk_weights, out=out, residual=residual, num_tokens=num_tokens
         )
+
+    def _differentiable(self, engine: Engine, side: Side) -> torch.Tensor:
+        return apply(engine, [side], delay=self._delayed.append if self.delay_wgrad else None)[0]
+
+    def backward_dw(self) -> None:
+        """With ``delay_wgrad``: the gradients of the weights of all calls whose ``backward`` has
+        run, in one go. They are added to ``main_grad``, or to ``.grad`` where there is none; then
+        the registered hooks are called. Local: no other rank takes part.
+
+        Raises:
+            MegaMoEError: the layer was built without ``delay_wgrad``.
+        """
+        if not self.delay_wgrad:
+            raise MegaMoEError("backward_dw: the layer was built without delay_wgrad=True")
+        self._delayed.run()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """With ``delay_wgrad``: ``hook`` is called at the end of every ``backward_dw``."""
+        self._delayed.hooks.append(hook)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         named = ((name, getattr(self, name)) for name in WEIGHTS)
         return {name: tensor for name, tensor in named if tensor is not None}
 
-    def _session_for(self, device: torch.device) -> Session:
-        if self.session is not None:
+    def _session_for(self, device: torch.device, *, training: bool = False) -> Session:
+        if self.session is not None and not self._shares_session:
             raise ValueError(f"x is on {device}: must be on {self.session.tensor_device}")
-        self.session = shared_session(self.cfg, group=self.group, device=device)
+        training = training or any(tensor.requires_grad for tensor in self._weights().values())
+        self.session = shared_session(self.cfg, group=self.group, device=device, training=training)
+        self._shares_session = True
+        self._bound = None
         return self.session
 
     def _bind(self, session: Session, weights: dict[str, torch.Tensor]) -> BoundWeights:
@@ -153,94 +195,43 @@ class MegaMoE(nn.Module):
 
     def _reference(
         self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
+        side: Side,
         out: torch.Tensor | None,
-        residual: torch.Tensor | None,
         num_tokens: torch.Tensor | None,
+        gradients: bool,
     ) -> torch.Tensor:
-        """The same result on the CPU, by ``megamoe.reference`` or ``megamoe.classical``."""
+        """The same result on the CPU."""
         if not self._said:
             self._said = True
             log.info("MegaMoE: CPU tensors are computed with the reference, not with the kernel")
-        cfg = self.cfg
-        check_inputs(cfg, x, topk_ids, topk_weights)
-        count = x.shape[0] if num_tokens is None else min(int(num_tokens), x.shape[0])
-        given = (x[:count], topk_ids[:count], topk_weights[:count])
-        plus = None if residual is None else residual[:count]
-        y = (self._one_pe if cfg.num_pes == 1 else self._several_pes)(*given, plus)
-        if out is None and num_tokens is None:
-            return y
+        check_inputs(self.cfg, side.x, side.topk_ids, side.topk_weights)
+        rows = side.x.shape[0]
+        if num_tokens is not None:
+            count = min(int(num_tokens), rows)
+            plus = None if side.residual is None else side.residual[:count]
+            router = side.topk_weights[:count]
+            side = Side(side.x[:count], side.topk_ids[:count], router, plus, side.weights)
+        engine = ReferenceEngine(self.cfg, group=self.group)
+        y = self._differentiable(engine, side) if gradients else engine.forward(side)
+        if num_tokens is None:
+            return y if out is None else out.copy_(y)
         if out is None:
-            out = torch.zeros_like(x)
-        out[:count] = y
+            rest = y.new_zeros(rows - y.shape[0], self.cfg.hidden)
+            return torch.cat([y, rest])
+        out[: y.shape[0]] = y
         return out
 
-    def _one_pe(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        residual: torch.Tensor | None,
-    ) -> torch.Tensor:
-        from megamoe.reference import moe_oracle
 
-        cfg = self.cfg
-        local = cfg.local_experts(0)
-        order = [local.index(expert) for expert in range(cfg.num_experts)]
-        in_order = order == list(range(len(local)))
-        tensors: dict[str, Any] = {
-            name: tensor if in_order else tensor[order] for name, tensor in self._weights().items()
-        }
-        return moe_oracle(
-            cfg,
-            x=[x],
-            topk_ids=[ids],
-            topk_weights=[weights],
-            residual=None if residual is None else [residual],
-            dtype=torch.float32,
-            rounding="kernel",
-            **tensors,
-        )[0]
-
-    def _several_pes(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        residual: torch.Tensor | None,
-    ) -> torch.Tensor:
-        import torch.distributed as dist
-
-        from megamoe.classical import moe_classical
-
-        if not dist.is_available() or not dist.is_initialized():
-            raise MegaMoEError(
-                f"CPU tensors and num_pes={self.cfg.num_pes}: call init_process_group('gloo') "
-                "first, or use a config with num_pes=1"
-            )
-        y = moe_classical(
-            self.cfg,
-            x_TH=x,
-            topk_ids_TK=ids,
-            topk_weights_TK=weights,
-            w13_LGH=self.w13,
-            w2_LHI=self.w2,
-            b13_LG=self.b13,
-            b2_LH=self.b2,
-            group=self.group,
-            dtype=torch.float32,
-        )
-        return (y if residual is None else y + residual.float()).to(torch.bfloat16)
-
-
-def shared_session(cfg: MoEConfig, *, group: Any, device: torch.device) -> Session:
-    """The session that layers with one config, group and device share; not warm when new."""
-    key = (cfg, group, device)
+def shared_session(
+    cfg: MoEConfig, *, group: Any, device: torch.device, training: bool = False
+) -> Session:
+    """The session that layers with one config, group and device share, one for layers that train
+    and one for others; not warm when new."""
+    key = (cfg, group, device, training)
     session = _SHARED.get(key)
     if session is None or session.closed:
-        session = _SHARED[key] = Session(cfg, group=group, device=device)
+        session = Session(cfg, group=group, device=device, training=training)
+        _SHARED[key] = session
     return session
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from megamoe.config import MoEConfig
 from megamoe.cute_kernels.kernel_config import KernelConfig
 from megamoe.cute_kernels.problem import Problem
-from megamoe.cute_kernels.smem import SharedMap, default_config
+from megamoe.cute_kernels.saved import dgrad_block, mode_kernels, saved_block
+from megamoe.cute_kernels.smem import SharedMap
 from megamoe.cute_kernels.workspace import local_block, symmetric_block
 from megamoe.lowering import kernel_problem
 
@@ -35,6 +36,8 @@ class Plan:
         symmetric_bytes: the block that peers address, from the transport.
         local_bytes: the block of this PE alone, from torch.
         smem_bytes: shared memory of one CTA.
+        saved_bytes: of a training session: held by each forward whose dgrad has not run.
+        dgrad_bytes: held besides, from a call's dgrad to its wgrad.
     """
 
     problem: Problem
@@ -43,14 +46,24 @@ class Plan:
     symmetric_bytes: int
     local_bytes: int
     smem_bytes: int
+    saved_bytes: int = 0
+    dgrad_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         return self.symmetric_bytes + self.local_bytes
 
 
-def plan(cfg: MoEConfig, *, kernel_config: KernelConfig | None = None) -> Plan:
+def plan(
+    cfg: MoEConfig, *, kernel_config: KernelConfig | None = None, training: bool = False
+) -> Plan:
     """The workspace of one PE; the same on every PE. Allocates nothing and needs no GPU.
+
+    Args:
+        cfg: the layer.
+        kernel_config: None chooses by rule.
+        training: of a session built with ``training=True``: its blocks serve saving forwards and
+            dgrad too. ``regions`` are those of the forward.
 
     Raises:
         ValueError: the kernel does not run this config, or no kernel config fits.
@@ -62,7 +75,8 @@ def plan(cfg: MoEConfig, *, kernel_config: KernelConfig | None = None) -> Plan:
     [0.5, 4.57]
     """
     problem = kernel_problem(cfg)
-    config = kernel_config or default_config(problem)
+    kernels = mode_kernels(problem, kernel_config, training=training)
+    config = kernels["forward"][1]
     symmetric, local = symmetric_block(problem), local_block(problem, config)
     regions = tuple(
         PlannedRegion(name, region.name, region.dtype, region.shape, region.nbytes)
@@ -73,7 +87,9 @@ def plan(cfg: MoEConfig, *, kernel_config: KernelConfig | None = None) -> Plan:
         problem=problem,
         config=config,
         regions=regions,
-        symmetric_bytes=symmetric.nbytes,
-        local_bytes=local.nbytes,
+        symmetric_bytes=max(symmetric_block(each).nbytes for each, _ in kernels.values()),
+        local_bytes=max(local_block(*each).nbytes for each in kernels.values()),
         smem_bytes=SharedMap.of(problem, config).total,
+        saved_bytes=saved_block(problem).nbytes if training else 0,
+        dgrad_bytes=dgrad_block(problem).nbytes if training else 0,
     )

@@ -5,34 +5,22 @@ Legend: T tokens, H hidden, I intermediate, E experts, L local experts, K top-k,
 
 from __future__ import annotations
 
-import logging
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
-from types import TracebackType
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
 
 import torch
 
-from megamoe._version import __version__
-from megamoe.checks import check_inputs, check_kernel_support, check_weights
-from megamoe.config import MoEConfig
-from megamoe.cute_kernels.image import Image
-from megamoe.cute_kernels.kernel_config import KernelConfig
-from megamoe.planning import Plan, plan
-from megamoe.runtime.cache import ImageCache, default_cache
-from megamoe.runtime.devices.cuda import CudaDevice
+from megamoe.checks import check_inputs, check_weights
 from megamoe.runtime.errors import MegaMoEError, SessionClosed
-from megamoe.runtime.group import agree, barrier, fail_alike, group_of
-from megamoe.runtime.session import DEFAULT_TIMEOUT_S, PeSession
-from megamoe.runtime.transports.base import SymmetricBlock, Transport
-from megamoe.runtime.transports.choose import NAMES, choose_transport
+from megamoe.runtime.saved import Saved
+from megamoe.runtime.session import PeSession
+from megamoe.runtime.training import Gradients
 from megamoe.runtime.weights import BoundWeights
-from megamoe.session_checks import arch_of, check_num_tokens, check_rows, device_of
+from megamoe.session_checks import check_num_tokens, check_rows, gradient_rows, weight_gradients
+from megamoe.session_setup import SessionSetup
 
-log = logging.getLogger("megamoe.session")
 
-
-class Session:
+class Session(SessionSetup):
     """One PE's side of an expert-parallel group. Every rank of the group builds one.
 
     The constructor checks and allocates nothing. ``warmup()``, or the first call, loads or compiles
@@ -53,178 +41,15 @@ class Session:
         num_sms: SMs the kernel may use; None is all of them. The others stay free for other work.
         timeout_s: deadline of waits for other PEs, 0 = none.
         cache: where compiled images are kept; None is the default folder.
-        kernel_config: None chooses by rule.
+        kernel_config: of the forward; None chooses by rule.
+        training: with the kernels of the backward, for ``save_for_backward=True`` and the two
+            ``backward_`` calls. Each takes its time to compile, and the workspace serves the
+            largest.
 
     Raises:
         ValueError: an argument is refused; names it, its value and what is allowed.
         MegaMoEError: no driver, an unsupported GPU, or torch.distributed is not initialised.
     """
-
-    def __init__(
-        self,
-        cfg: MoEConfig,
-        *,
-        group: Any = None,
-        device: Any = None,
-        transport: str = "auto",
-        num_sms: int | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        cache: ImageCache | None = None,
-        kernel_config: KernelConfig | None = None,
-    ):
-        check_kernel_support(cfg)
-        if transport not in NAMES:
-            raise ValueError(f"transport={transport!r}: must be one of {NAMES}")
-        if timeout_s < 0:
-            raise ValueError(f"timeout_s={timeout_s}: must be 0 (none) or positive")
-        self.cfg = cfg
-        self._plan = plan(cfg, kernel_config=kernel_config)
-        self._group = group_of(group, num_pes=cfg.num_pes)
-        self.device: CudaDevice = device_of(device)
-        self.arch = arch_of(self.device)
-        self.num_sms = self.device.sms if num_sms is None else num_sms
-        if not 1 <= self.num_sms <= self.device.sms:
-            raise ValueError(f"num_sms={num_sms}: must be 1 to {self.device.sms}")
-        self.timeout_s = timeout_s
-        self._cache = cache
-        self._transport_name = transport
-        self._transport: Transport | None = None
-        self._block: SymmetricBlock | None = None
-        self._pe_session: PeSession | None = None
-        self.closed = False
-
-    # --- before the first call ------------------------------------------------------------------
-
-    @property
-    def pe(self) -> int:
-        """This PE: the rank in the group."""
-        return self._group.rank
-
-    @property
-    def tensor_device(self) -> torch.device:
-        """Where inputs, weights and outputs must lie."""
-        return self.device.memory
-
-    @property
-    def warm(self) -> bool:
-        """True once ``warmup()`` is done."""
-        return self._pe_session is not None
-
-    def plan(self) -> Plan:
-        """Bytes of every region of the workspace; nothing is allocated for it."""
-        return self._plan
-
-    def warmup(self) -> Session:
-        """Make everything ready. Collective; does nothing if it is ready.
-
-        The last step is a call without tokens on every PE, which loads the code and tries every
-        signal once.
-
-        Raises:
-            ValueError: settings differ between ranks (both values are named).
-            MegaMoEError: what failed, alike on every rank.
-        """
-        if self.closed:
-            raise SessionClosed("the session is closed; build a new one")
-        if self.warm:
-            return self
-        if self.capturing():
-            raise MegaMoEError(
-                "warm up first: the session was not ready when a CUDA graph capture began; call "
-                "session.warmup() or run the layer once before capturing"
-            )
-        with self._current_device():
-            self._pe_session = self._build()
-        return self
-
-    def _build(self) -> PeSession:
-        group = self._group
-        agree(group, self._settings())
-        image = self._image()
-        self._transport = choose_transport(
-            self._transport_name, group=group, device=self.device, memory=self.tensor_device
-        )
-        self._block = self._transport.allocate(self._plan.symmetric_bytes)
-        built: PeSession | None = None
-        error: Exception | None = None
-        try:
-            built = PeSession(
-                problem=self._plan.problem,
-                image=image,
-                device=self.device,
-                symmetric=self._block,
-                pe=self.pe,
-                replicas=self.cfg.replicas,
-                grid=self.num_sms,
-                timeout_s=self.timeout_s,
-                check_invalid_ids=self.cfg.invalid_ids == "error",
-            )
-        except Exception as exc:  # told to every rank, then raised
-            error = exc
-        try:
-            fail_alike(group, "building the session", error)
-        except Exception:
-            self._give_back()
-            raise
-        assert built is not None
-        try:
-            self._first_call(built)
-        except Exception as exc:  # told to every rank, then raised
-            error = exc
-        try:
-            fail_alike(group, "the first call", error)
-        except Exception:
-            self._abandon()  # a peer may still be writing here
-            raise
-        log.info(
-            "session of PE %d of %d ready: %s, %d CTAs, %.2f GiB",
-            self.pe, group.size, self._transport.name, self.num_sms,
-            self._plan.total_bytes / 2**30,
-        )  # fmt: skip
-        return built
-
-    def _settings(self) -> dict[str, Any]:
-        """What must be equal on every rank."""
-        return {
-            **asdict(self.cfg),
-            "kernel_config": self._plan.config,
-            "arch": self.arch,
-            "megamoe": __version__,
-        }
-
-    def _image(self) -> Image:
-        """Compiled or loaded on every rank before any of them allocates or waits (CASES X6)."""
-        image: Image | None = None
-        error: Exception | None = None
-        try:
-            cache = self._cache or default_cache()
-            image = cache.get_or_compile(self._plan.problem, self._plan.config, arch=self.arch)
-            self.device.check(image)
-        except Exception as exc:  # told to every rank, then raised
-            error = exc
-        fail_alike(self._group, "getting the kernel", error)
-        assert image is not None
-        return image
-
-    def _first_call(self, session: PeSession) -> None:
-        """A call with T = 0: lazy loading and peer mappings happen here, not in the first use."""
-        cfg, where = self.cfg, self.tensor_device
-        bound = session.bind_nothing()
-        empty = torch.empty(0, cfg.hidden, dtype=torch.bfloat16, device=where)
-        session.launch(
-            bound,
-            x_TH=empty,
-            topk_ids_TK=torch.empty(0, cfg.top_k, dtype=torch.int32, device=where),
-            topk_weights_TK=torch.empty(0, cfg.top_k, device=where),
-            y_TH=empty,
-        )
-        self.device.synchronize()
-        session.raise_on_status()
-        session.release_weights(bound)
-
-    def capturing(self) -> bool:
-        """True while the current stream is captured into a CUDA graph."""
-        return self.tensor_device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     # --- use ------------------------------------------------------------------------------------
 
@@ -258,6 +83,7 @@ class Session:
         if self._pe_session is not None and not self.closed:
             self._pe_session.release_weights(weights)
 
+    @overload
     def forward(
         self,
         weights: BoundWeights,
@@ -268,7 +94,35 @@ class Session:
         out: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
         num_tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        save_for_backward: Literal[False] = False,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        weights: BoundWeights,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        num_tokens: torch.Tensor | None = None,
+        save_for_backward: Literal[True],
+    ) -> tuple[torch.Tensor, Saved]: ...
+
+    def forward(
+        self,
+        weights: BoundWeights,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        num_tokens: torch.Tensor | None = None,
+        save_for_backward: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, Saved]:
         """Enqueue one call on the current stream. Every rank calls, also with T = 0.
 
         Args:
@@ -280,14 +134,19 @@ class Session:
             residual: ``[T, H]`` bf16, contiguous, added to the result.
             num_tokens: int32 ``[1]`` on the device: how many of the Tmax rows given here count.
                 Read by the kernel, so a replayed graph may find another T each time. Rows of the
-                output from T on are left as they are.
+                output from T on are left as they are; of one made here they are zeros with
+                ``save_for_backward``.
+            save_for_backward: also return what ``backward_dgrad`` needs; on every rank or on none.
+                Any number of calls may be outstanding. ``topk_ids``, ``topk_weights`` and
+                ``num_tokens`` must not change until dgrad; x may, its rows are kept.
 
         Returns:
-            ``[T, H]`` bf16: ``out``, or a new tensor.
+            ``[T, H]`` bf16: ``out``, or a new tensor; and the saved state, which owns its memory.
 
         Raises:
             ValueError: names the argument, its value and what is allowed.
-            MegaMoEError: what an earlier call reported; the session is closed or not warm.
+            MegaMoEError: what an earlier call reported; the session is closed or not warm, or not
+                built for training.
         """
         session = self._ready()
         cfg = self.cfg
@@ -298,21 +157,96 @@ class Session:
         if num_tokens is not None:
             check_num_tokens(num_tokens, rows=tokens, max_tokens=cfg.max_tokens, like=x)
         if out is None:
-            out = torch.empty(tokens, cfg.hidden, dtype=torch.bfloat16, device=x.device)
+            out = self._rows(x, zero=save_for_backward and num_tokens is not None)
         else:
             check_rows("out", out, like=x)
         if residual is not None:
             check_rows("residual", residual, like=x)
-        session.launch(
-            weights,
-            x_TH=x,
-            topk_ids_TK=topk_ids.contiguous(),
-            topk_weights_TK=topk_weights.to(torch.float32).contiguous(),
-            y_TH=out,
-            residual_TH=residual,
-            num_tokens=num_tokens,
-        )
-        return out
+        call: dict[str, Any] = {
+            "x_TH": x,
+            "topk_ids_TK": topk_ids.contiguous(),
+            "topk_weights_TK": topk_weights.to(torch.float32).contiguous(),
+            "y_TH": out,
+            "residual_TH": residual,
+            "num_tokens": num_tokens,
+        }
+        if not save_for_backward:
+            session.launch(weights, **call)
+            return out
+        caller = {"topk_ids": topk_ids, "topk_weights": topk_weights}
+        if num_tokens is not None:
+            caller["num_tokens"] = num_tokens
+        return out, session.training.save(weights, **call, caller=caller)
+
+    def _rows(self, like: torch.Tensor, *, zero: bool) -> torch.Tensor:
+        make = torch.zeros if zero else torch.empty
+        return make(like.shape, dtype=torch.bfloat16, device=like.device)
+
+    def backward_dgrad(
+        self, dy: torch.Tensor | None, saved: Saved
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Enqueue the gradients of x and of the router weights, one launch. Every rank calls, in
+        the same order among all its calls, also with T = 0 and where y was not used.
+
+        Args:
+            dy: ``[T, H]`` bf16 gradient of y, any strides; None stands for zeros.
+            saved: of a forward of this session, once.
+
+        Returns:
+            dx ``[T, H]`` bf16 and d_topk_weights ``[T, K]`` fp32, 0 at masked slots. With
+            ``num_tokens`` rows from T on are zeros.
+
+        Raises:
+            ValueError: dy is refused. SavedStateError: saved was used before, was freed, belongs to
+            another session, or ids or router weights were modified in place since the forward.
+            MegaMoEError: as ``forward``.
+        """
+        session = self._ready()
+        where, cfg = self.tensor_device, self.cfg
+        like = torch.empty(0, cfg.hidden, dtype=torch.bfloat16, device=where)
+        dy = gradient_rows(dy, tokens=saved.tokens, like=like)
+        zero = saved.num_tokens is not None
+        dx = self._rows(dy, zero=zero)
+        make = torch.zeros if zero else torch.empty
+        d_topk_weights = make(saved.tokens, cfg.top_k, dtype=torch.float32, device=where)
+        session.training.dgrad(saved, dy_TH=dy, dx_TH=dx, d_topk_TK=d_topk_weights)
+        return dx, d_topk_weights
+
+    def backward_wgrad(
+        self,
+        saved: Saved | Sequence[Saved],
+        *,
+        out: Mapping[str, Gradients] | None = None,
+        accumulate_into: Mapping[str, Gradients] | None = None,
+    ) -> Mapping[str, Gradients]:
+        """Enqueue the gradients of the weights, one launch for up to 8 calls. Local: no other rank
+        takes part. The memory of the calls goes back.
+
+        Args:
+            saved: calls with the same bound weights after their dgrad; summed in list order.
+            out: ``"w13"``, ``"w2"``, ``"b13"``, ``"b2"`` → where to store: a contiguous tensor of
+                the weight's shape, or a list with one tensor for each expert (None: not wanted).
+                Weights alike fp32 or bf16, biases likewise; names may be missing. None makes fp32
+                tensors for all. Experts without rows get zeros.
+            accumulate_into: as ``out``, but added to what is there: fp32 by one addition, bf16 in
+                fp32 with one rounding; experts without rows stay as they are.
+
+        Returns:
+            ``out``, ``accumulate_into``, or what was made.
+
+        Raises:
+            ValueError: both were given, or a tensor is refused.
+            SavedStateError: a call is not after dgrad, or belongs to another session.
+        """
+        session = self._ready()
+        if out is not None and accumulate_into is not None:
+            raise ValueError("out and accumulate_into are given: must be one of them")
+        calls = [saved] if isinstance(saved, Saved) else list(saved)
+        grads = accumulate_into if out is None else out
+        if grads is None:
+            grads = weight_gradients(self.cfg, pe=self.pe, device=self.tensor_device)
+        session.training.wgrad(calls, grads, accumulate=accumulate_into is not None)
+        return grads
 
     def check(self) -> None:
         """Wait for the device and raise what the kernel has reported.
@@ -330,78 +264,3 @@ class Session:
         if self._pe_session is None:
             raise MegaMoEError("warm up first: call session.warmup() on every rank")
         return self._pe_session
-
-    # --- end ------------------------------------------------------------------------------------
-
-    def close(self, *, abandon: bool = False) -> None:
-        """Free the workspace. Every rank calls it; the second call does nothing.
-
-        Args:
-            abandon: do nothing that waits for other ranks: the symmetric memory stays allocated
-                until the process ends. For the way out after an error on this rank alone; a
-                session that timed out is always abandoned.
-        """
-        if self.closed:
-            return
-        self.closed = True
-        with self._current_device():
-            self._close(abandon)
-
-    def _close(self, abandon: bool) -> None:
-        session, self._pe_session = self._pe_session, None
-        poisoned = session is not None and session.poisoned is not None
-        if session is not None:
-            session.close()
-        if abandon or poisoned:
-            self._abandon()
-            return
-        if self._block is not None:
-            # A peer's last call may still read this PE's rows.
-            barrier(self._group, "closing sessions")
-        self._give_back()
-
-    def _abandon(self) -> None:
-        if self._block is not None:
-            log.warning("session of PE %d abandoned with its symmetric memory", self.pe)
-            _ABANDONED.append((self._transport, self._block))
-        self._block = self._transport = None
-
-    def _current_device(self) -> AbstractContextManager[object]:
-        """Exchanges of some process groups use the current CUDA device of torch."""
-        if self.tensor_device.type == "cuda":
-            return torch.cuda.device(self.tensor_device)
-        return nullcontext()
-
-    def _give_back(self) -> None:
-        transport, block = self._transport, self._block
-        self._transport = self._block = None
-        if transport is not None:
-            if block is not None:
-                transport.free(block)
-            transport.close()
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Peers do not know of an error here, so they would be waited for in vain (CASES X14)."""
-        self.close(abandon=kind is not None)
-
-    def __deepcopy__(self, memo: Any) -> Session:
-        """Copies of a layer go on using the session of the original."""
-        return self
-
-    def __reduce__(self) -> Any:
-        """A session belongs to its process: a pickled layer comes back without one."""
-        return type(None), ()
-
-    # No __del__: freeing is collective, and garbage is not collected alike on every rank.
-
-
-_ABANDONED: list[Any] = []
-"""Keeps abandoned memory from being freed implicitly."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megamoe.config import MoEConfig
 from megamoe.cute_kernels.abi import FORWARD_ARCHS
 from megamoe.runtime.devices.cuda import CAPABILITY, CudaDevice
 from megamoe.runtime.errors import UnsupportedDevice
@@ -63,6 +64,43 @@ def check_rows(name: str, rows: torch.Tensor, *, like: torch.Tensor) -> None:
             f"{name} is {rows.dtype} {list(rows.shape)} on {rows.device}, strides {rows.stride()}: "
             f"must be a contiguous bfloat16 {list(like.shape)} on {like.device}"
         )
+
+
+def gradient_rows(dy: torch.Tensor | None, *, tokens: int, like: torch.Tensor) -> torch.Tensor:
+    """``dy`` as rows the kernel reads: zeros for None, and copied once if its rows are not
+    contiguous, as the gradient of a sum, whose strides are 0.
+
+    Args:
+        tokens: T of the call. like: gives hidden size and device.
+
+    Raises:
+        ValueError: another shape, dtype or device.
+    """
+    shape = (tokens, like.shape[1])
+    if dy is None:
+        return torch.zeros(shape, dtype=torch.bfloat16, device=like.device)
+    if tuple(dy.shape) != shape or dy.dtype != torch.bfloat16 or dy.device != like.device:
+        raise ValueError(
+            f"dy is {dy.dtype} {list(dy.shape)} on {dy.device}: must be bfloat16 {list(shape)} on "
+            f"{like.device}, as the y of its forward"
+        )
+    return dy.contiguous()
+
+
+def weight_gradients(
+    cfg: MoEConfig, *, pe: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """New tensors for the gradients of the weights of ``pe``, by name, contents undefined."""
+    shapes: dict[str, tuple[int, ...]] = {"w13": cfg.w13_shape, "w2": cfg.w2_shape}
+    if cfg.fc1_bias:
+        shapes["b13"] = (cfg.w13_rows,)
+    if cfg.fc2_bias:
+        shapes["b2"] = (cfg.hidden,)
+    experts = cfg.experts_per_pe[pe]
+    return {
+        name: torch.empty(experts, *shape, dtype=dtype, device=device)
+        for name, shape in shapes.items()
+    }
 
 
 def check_num_tokens(

@@ -30,6 +30,7 @@ from megamoe.cute_kernels.image import Image
 from megamoe.cute_kernels.kernel_config import KernelConfig
 from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.smem import default_config
+from megamoe.cute_kernels.wgrad_tables import WgradConfig
 from megamoe.runtime.errors import CompilerMissing
 from megamoe.runtime.image_file import FORMAT_VERSION, SUFFIX, BadImageFile, decode, encode
 
@@ -37,6 +38,9 @@ FOLDER_VARIABLE = "MEGAMOE_CACHE_DIR"
 """Environment variable that names the cache folder."""
 COMPILER = "nvidia-cutlass-dsl"
 FORWARD = "forward"
+"""Kind of a kernel that routes rows: a forward or, as the problem's mode says, a dgrad."""
+WGRAD = "wgrad"
+AnyConfig = KernelConfig | WgradConfig
 DEFAULT_ARCH = "sm_90a"
 Compile = Callable[..., Image]
 
@@ -85,7 +89,7 @@ class ImageKey:
     """What one image's code depends on. ``compiler`` None: any (a machine without a compiler)."""
 
     problem: Problem
-    config: KernelConfig
+    config: AnyConfig
     arch: str = DEFAULT_ARCH
     kind: str = FORWARD
     compiler: str | None
@@ -95,12 +99,12 @@ class ImageKey:
     def of(
         cls,
         problem: Problem,
-        config: KernelConfig | None = None,
+        config: AnyConfig | None = None,
         *,
         arch: str = DEFAULT_ARCH,
-        kind: str = FORWARD,
     ) -> ImageKey:
-        """The key of what would be compiled here and now.
+        """The key of what would be compiled here and now: the wgrad kernel for a `WgradConfig`,
+        else that of the problem's mode.
 
         Raises:
             ValueError: no kernel config fits the problem.
@@ -109,7 +113,7 @@ class ImageKey:
             problem=problem,
             config=config or default_config(problem),
             arch=arch,
-            kind=kind,
+            kind=WGRAD if isinstance(config, WgradConfig) else FORWARD,
             compiler=compiler_version(),
             fingerprint=LOADED_FINGERPRINT,
         )
@@ -175,11 +179,11 @@ class ImageCache:
     def get_or_compile(
         self,
         problem: Problem,
-        config: KernelConfig | None = None,
+        config: AnyConfig | None = None,
         *,
         arch: str = DEFAULT_ARCH,
     ) -> Image:
-        """The forward image of a problem.
+        """The image of a problem: of its wgrad kernel with a `WgradConfig`, else of its mode.
 
         Raises:
             ValueError: no kernel config fits, or ``arch`` has no kernel.
@@ -218,7 +222,7 @@ class ImageCache:
         return images
 
     def exported(
-        self, problem: Problem, config: KernelConfig | None = None, *, arch: str = DEFAULT_ARCH
+        self, problem: Problem, config: AnyConfig | None = None, *, arch: str = DEFAULT_ARCH
     ) -> bytes:
         """The image file of a problem, compiled if need be, for ``add`` on another machine.
 
@@ -339,9 +343,13 @@ class ImageCache:
                     "installed here: run `megamoe cache export` where it is and "
                     "`megamoe cache import` here, with the same megamoe"
                 )
-            from megamoe.cute_kernels.build import compile_forward
+            from megamoe.cute_kernels import build
 
-            compile = compile_forward
+            kernels: dict[str, Compile] = {
+                FORWARD: build.compile_forward,
+                WGRAD: build.compile_wgrad,
+            }
+            compile = kernels[key.kind]
         self.compiles += 1
         log.info("compiling %s for %s", _shape_text(key), key.arch)
         return compile(problem=key.problem, config=key.config, arch=key.arch)
@@ -363,7 +371,10 @@ def _size_of(path: Path) -> int:
 def _key_from_plain(plain: dict[str, Any]) -> ImageKey:
     values = dict(plain)
     values["problem"] = Problem(**values["problem"])
-    values["config"] = KernelConfig.from_plain(values["config"])
+    if values["kind"] == WGRAD:
+        values["config"] = WgradConfig(**values["config"])
+    else:
+        values["config"] = KernelConfig.from_plain(values["config"])
     return ImageKey(**values)
 
 

@@ -48,3 +48,8 @@ class SymmetricMemoryError(TransportError):
 
 class SessionClosed(MegaMoEError):
     """The session was used after ``close()``."""
+
+
+class SavedStateError(MegaMoEError):
+    """What a forward saved was used twice, after it was freed, out of order, or with a session that
+    did not make it."""

@@ -5,12 +5,17 @@ The public ``megamoe.Session`` builds one of these per process; ``LocalGroup`` b
 Legend: T tokens, H hidden, I intermediate, E experts, L local experts, K top-k, P PEs.
 """
 
+from __future__ import annotations
+
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from megamoe.cute_kernels.abi import StatusWord
 from megamoe.cute_kernels.image import Image
 from megamoe.cute_kernels.problem import Problem
+from megamoe.cute_kernels.saved import TRAINING_MODES
 from megamoe.cute_kernels.workspace import (
     STATUS_WORDS,
     Block,
@@ -18,11 +23,17 @@ from megamoe.cute_kernels.workspace import (
     symmetric_block,
 )
 from megamoe.runtime.devices.base import Allocation, Device
-from megamoe.runtime.errors import SessionClosed
+from megamoe.runtime.errors import MegaMoEError, SessionClosed
 from megamoe.runtime.launch import ParameterPacker
 from megamoe.runtime.maps import encode_maps
 from megamoe.runtime.routing_tables import Replicas, routing_tables
 from megamoe.runtime.status import raise_on_status
+from megamoe.runtime.training import (
+    NO_TRAINING,
+    TrainingCalls,
+    TrainingImages,
+    TrainingLaunch,
+)
 from megamoe.runtime.transports.base import SymmetricBlock
 from megamoe.runtime.weights import BoundWeights, checked_weights
 
@@ -45,6 +56,14 @@ def region_view(block: Block, allocation: Allocation, name: str) -> torch.Tensor
     return raw.view(TORCH_DTYPES[region.dtype]).view(region.shape)
 
 
+class _Mode:
+    """One kernel of the session, ready to launch."""
+
+    def __init__(self, image: Image, device: Device, grid: int):
+        self.enqueue = device.prepare(image, grid=grid)
+        self.packer = ParameterPacker(image.parameters)
+
+
 class PeSession:
     """One PE's side of a group of sessions that call in the same order.
 
@@ -60,6 +79,8 @@ class PeSession:
         grid: CTAs of a launch.
         timeout_s: deadline of waits for other CTAs and PEs, 0 = none.
         check_invalid_ids: report ids ≥ E (else they are only masked).
+        training: the images of a training session, or None: forward only. The symmetric block must
+            be large enough for all modes (``saved.mode_kernels``).
 
     Raises:
         ValueError: grid or timeout_s out of range. MegaMoEError: the device refuses the image.
@@ -77,6 +98,7 @@ class PeSession:
         grid: int,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         check_invalid_ids: bool = False,
+        training: TrainingImages | None = None,
     ):
         if grid < 1:
             raise ValueError(f"grid={grid}: must be at least 1")
@@ -92,14 +114,23 @@ class PeSession:
         self._symmetric_table = symmetric_block(problem)
         self._local_table = local_block(problem, image.config)
         self._symmetric = symmetric
-        self._enqueue = device.prepare(image, grid=grid)
-        self._packer = ParameterPacker(image.parameters)
-        self._local = device.allocate(self._local_table.nbytes, "local")
+        images = {"forward": image}
+        if training is not None:
+            images |= {mode: training.modes[mode] for mode in TRAINING_MODES}
+        self._modes = {mode: _Mode(each, device, grid) for mode, each in images.items()}
+        local_bytes = max(
+            local_block(replace(problem, mode=mode), each.config).nbytes
+            for mode, each in images.items()
+        )
+        self._local = device.allocate(local_bytes, "local")
         # 0, 1, … Tmax: a launch points to its T, so T costs no copy and a graph keeps its own.
         self._counts = device.allocate(WORD_BYTES * (problem.max_tokens + 1), "token_counts")
         self._status = device.allocate_shared(WORD_BYTES * STATUS_WORDS, "status")
         self._status_words = self._status.bytes_N.numpy().view(np.int32)
         self._bound: list[BoundWeights] = []
+        self._training: TrainingCalls | None = None
+        if training is not None:
+            self._training = TrainingCalls(self, training, local=self._local.address)
         self._initialise(replicas)
         self._input_address = self.input_view_TH.data_ptr()
         self._fixed = {
@@ -135,6 +166,18 @@ class PeSession:
     def local_view(self, name: str) -> torch.Tensor:
         """A local region of this PE."""
         return region_view(self._local_table, self._local, name)
+
+    @property
+    def training(self) -> TrainingCalls:
+        """What a training session can do besides.
+
+        Raises:
+            MegaMoEError: it was built for the forward only.
+        """
+        self._check_open()
+        if self._training is None:
+            raise MegaMoEError("gradients: build the session with training=True")
+        return self._training
 
     @property
     def input_view_TH(self) -> torch.Tensor:
@@ -187,6 +230,8 @@ class PeSession:
         """Free the tensor maps of weights that moved; no launch may use them any more."""
         self._bound.remove(bound)
         self.device.synchronize()
+        if self._training is not None:
+            self._training.pool.forget(bound)
         self.device.free(bound.maps)
         for address in bound.addresses.values():
             if address:
@@ -202,8 +247,10 @@ class PeSession:
         y_TH: torch.Tensor,
         residual_TH: torch.Tensor | None = None,
         num_tokens: torch.Tensor | None = None,
+        training: TrainingLaunch | None = None,
     ) -> None:
-        """Enqueue one forward launch. Arguments are checked by the caller (``megamoe.checks``).
+        """Enqueue one launch, a forward one unless ``training`` says otherwise. Arguments are
+        checked by the caller (``megamoe.checks``).
 
         Args:
             x_TH: rows; (a prefix of) ``input_view_TH`` is sent as it is, others are staged by the
@@ -215,9 +262,8 @@ class PeSession:
         Raises:
             MegaMoEError: what the kernel reported since the last look, or the session is unusable.
         """
-        self._check_open()
-        if self.poisoned is not None or self._reported():
-            raise_on_status(self)
+        self.check_usable()
+        kernel = self._modes["forward" if training is None else training.mode]
         address_of = self.device.address_of
         tokens = x_TH.shape[0]
         if num_tokens is None:
@@ -225,7 +271,8 @@ class PeSession:
         else:
             count = address_of(num_tokens, "tokens")
         in_place = x_TH.data_ptr() == self._input_address
-        block = self._packer.pack(
+        more = NO_TRAINING if training is None else training.parameters(address_of)
+        block = kernel.packer.pack(
             {
                 "x": address_of(x_TH, "x"),
                 "x_stride": x_TH.stride(0) * x_TH.element_size(),
@@ -239,13 +286,17 @@ class PeSession:
                 "bias13": weights.addresses.get("b13", 0),
                 "bias2": weights.addresses.get("b2", 0),
                 "maps": weights.maps.address,
-                "saved": 0,
-                "dgrad": 0,
-                "d_topk": 0,
                 **self._fixed,
+                **more,
             }
         )
-        self._enqueue(block)
+        kernel.enqueue(block)
+
+    def check_usable(self) -> None:
+        """Raise what the kernel reported since the last look, or that the session is closed."""
+        self._check_open()
+        if self.poisoned is not None or self._reported():
+            raise_on_status(self)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -283,5 +334,7 @@ class PeSession:
             self.release_weights(bound)
         self.device.synchronize()
         self.closed = True
+        if self._training is not None:
+            self._training.close()
         for allocation in (self._local, self._counts, self._status):
             self.device.free(allocation)

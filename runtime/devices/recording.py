@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megamoe.cute_kernels.abi import PARAMETERS
+from megamoe.cute_kernels.abi import PARAMETERS, WGRAD_PARAMETERS
 from megamoe.cute_kernels.image import Image, Parameter
 
 H200 = {
@@ -24,6 +24,7 @@ H200 = {
     "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 232448,
     "COOPERATIVE_LAUNCH": 1,
 }
+WGRAD_ENTRY = "megamoe_wgrad"
 ATTRIBUTE = "CU_DEVICE_ATTRIBUTE_"
 
 
@@ -38,6 +39,7 @@ class RecordedLaunch:
     context: int
     attributes: dict[str, Any]
     parameters: list[bytes]
+    entry: str
 
 
 @dataclass
@@ -47,7 +49,8 @@ class RecordingApi:
     Args:
         attributes: device attributes by name; the default describes an H200.
         resident_ctas: what the occupancy query answers.
-        parameter_bytes: sizes of the kernel's parameters, to copy them at a launch.
+        parameter_bytes: sizes of the kernels' parameters, to copy them at a launch.
+        entry_bytes: the same for kernels that differ, by entry name.
         failures: function name → name of the ``CUresult`` to fail with.
         verify: "all" or "first" checks all calls or the first of each function against the
             installed package; "none" none.
@@ -58,6 +61,7 @@ class RecordingApi:
     devices: int = 2
     resident_ctas: int = 1
     parameter_bytes: tuple[int, ...] = ()
+    entry_bytes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     verify: str = "all"
     on_launch: Callable[[RecordedLaunch], None] | None = None
@@ -70,6 +74,7 @@ class RecordingApi:
         self.counts: Counter[str] = Counter()
         self.launches: list[RecordedLaunch] = []
         self.keep_calls = True
+        self._entries: dict[int, str] = {}
         self._contexts = [0]
         self._has_driver = driver_present(driver)
 
@@ -144,7 +149,9 @@ class RecordingApi:
         return (self.real.CUmodule(0x2000 + self.counts["cuModuleLoadData"]),)
 
     def _cuModuleGetFunction(self, module: Any, name: bytes) -> tuple[Any, ...]:
-        return (self.real.CUfunction(0x3000 + int(module)),)
+        function = self.real.CUfunction(0x3000 + int(module))
+        self._entries[int(function)] = name.decode()
+        return (function,)
 
     def _cuOccupancyMaxActiveBlocksPerMultiprocessor(self, *arguments: Any) -> tuple[Any, ...]:
         return (self.resident_ctas,)
@@ -158,7 +165,9 @@ class RecordingApi:
     def _cuLaunchKernelEx(
         self, config: Any, function: Any, parameters: int, extra: int
     ) -> tuple[Any, ...]:
-        pointers = (ctypes.c_void_p * len(self.parameter_bytes)).from_address(parameters)
+        entry = self._entries[int(function)]
+        sizes = self.entry_bytes.get(entry, self.parameter_bytes)
+        pointers = (ctypes.c_void_p * len(sizes)).from_address(parameters)
         attributes: dict[str, Any] = {}
         for attribute in config.attrs[: config.numAttrs]:
             name = attribute.id.name.removeprefix("CU_LAUNCH_ATTRIBUTE_")
@@ -174,8 +183,9 @@ class RecordingApi:
             attributes=attributes,
             parameters=[
                 ctypes.string_at(pointer, nbytes)
-                for pointer, nbytes in zip(pointers, self.parameter_bytes, strict=True)
+                for pointer, nbytes in zip(pointers, sizes, strict=True)
             ],
+            entry=entry,
         )
         if self.keep_calls:
             self.launches.append(launch)
@@ -184,19 +194,23 @@ class RecordingApi:
         return ()
 
 
-def stub_image(smem_bytes: int = 231552, arch: str = "sm_90a") -> Image:
-    """An image with the forward kernel's signature and no code, for recorded launches."""
+def stub_image(
+    smem_bytes: int = 231552, arch: str = "sm_90a", entry: str = "megamoe_forward"
+) -> Image:
+    """An image without code for recorded launches, with the signature of the wgrad kernel if
+    ``entry`` is ``"megamoe_wgrad"``, else of the forward kernel."""
     parameters, offset = [], 0
-    for name, width, _ in PARAMETERS:
+    table = WGRAD_PARAMETERS if entry == WGRAD_ENTRY else PARAMETERS
+    for name, width, _ in table:
         nbytes = int(width[1:]) // 8
         offset = -(-offset // nbytes) * nbytes
         parameters.append(Parameter(name, nbytes, offset))
         offset += nbytes
     return Image(
-        entry="megamoe_forward",
+        entry=entry,
         arch=arch,
         ptx="",
-        cubin=b"\x7fELF stub",
+        cubin=b"\x7fELF stub " + entry.encode(),
         parameters=tuple(parameters),
         threads=384,
         smem_bytes=smem_bytes,

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recorded import device, recording_api
+from recorded import device, recording_api, stub_compile
 
 from megamoe import MegaMoE, MoEConfig, Session
 from megamoe.runtime.cache import ImageCache
-from megamoe.runtime.devices.recording import RecordingApi, stub_image
+from megamoe.runtime.devices.recording import RecordingApi
 
 
 def config(**changes: Any) -> MoEConfig:
@@ -47,7 +47,7 @@ def recording_session(
     cfg: MoEConfig, folder: Path | str, api: RecordingApi | None = None, **options: Any
 ) -> tuple[Session, RecordingApi]:
     api = api or recording_api()
-    cache = ImageCache(folder, compile=lambda **what: stub_image())
+    cache = ImageCache(folder, compile=stub_compile)
     return Session(cfg, device=device(api), cache=cache, **options), api
 
 

@@ -8,11 +8,13 @@ import torch
 from cache_helpers import problem
 
 from megamoe.cute_kernels.abi import PARAMETERS
+from megamoe.cute_kernels.image import Image
 from megamoe.cute_kernels.problem import Problem
+from megamoe.cute_kernels.wgrad_tables import WgradConfig
 from megamoe.cute_kernels.workspace import symmetric_block
 from megamoe.runtime.devices.cuda import CudaDevice
 from megamoe.runtime.devices.driver import Driver
-from megamoe.runtime.devices.recording import RecordingApi, stub_image
+from megamoe.runtime.devices.recording import WGRAD_ENTRY, RecordingApi, stub_image
 from megamoe.runtime.session import PeSession
 from megamoe.runtime.transports.local import allocate_symmetric
 
@@ -21,8 +23,17 @@ STREAM = 0x77
 
 
 def recording_api(**options: Any) -> RecordingApi:
-    sizes = tuple(parameter.nbytes for parameter in stub_image().parameters)
-    return RecordingApi(parameter_bytes=sizes, **options)
+    def sizes(entry: str) -> tuple[int, ...]:
+        return tuple(parameter.nbytes for parameter in stub_image(entry=entry).parameters)
+
+    options.setdefault("entry_bytes", {WGRAD_ENTRY: sizes(WGRAD_ENTRY)})
+    return RecordingApi(parameter_bytes=sizes("megamoe_forward"), **options)
+
+
+def stub_compile(*, problem: Problem, config: Any, arch: str) -> Image:
+    """A stub whose entry names the kernel."""
+    entry = WGRAD_ENTRY if isinstance(config, WgradConfig) else f"megamoe_{problem.mode}"
+    return stub_image(entry=entry, arch=arch)
 
 
 def device(api: RecordingApi, index: int = 0, **options: Any) -> CudaDevice:

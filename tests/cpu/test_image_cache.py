@@ -20,6 +20,7 @@ from cache_helpers import fake_compile, hash_of, problem
 
 from megamoe.cute_kernels.kernel_config import KernelConfig
 from megamoe.cute_kernels.smem import default_config
+from megamoe.cute_kernels.wgrad_tables import WgradConfig
 from megamoe.runtime import cache as cache_module
 from megamoe.runtime.cache import ImageCache, ImageKey, default_folder, source_fingerprint
 from megamoe.runtime.errors import CompilerMissing
@@ -300,6 +301,26 @@ def test_exported_images_serve_a_machine_without_a_compiler(folder, tmp_path, mo
         there.get_or_compile(problem(1024))
     with pytest.raises(BadImageFile, match="poor: the digest"):
         there.add(path.read_bytes()[:-1], name="poor")
+
+
+def test_kernels_of_one_layer_are_kept_apart(folder, tmp_path):
+    """Forward, dgrad and wgrad of the same sizes; their files travel alike."""
+    cache = ImageCache(folder, compile=fake_compile)
+    asked = [
+        (problem(), None),
+        (problem(mode="save"), None),
+        (problem(mode="dgrad"), None),
+        (problem(), WgradConfig()),
+        (problem(), WgradConfig(grad="bf16")),
+    ]
+    images = [cache.get_or_compile(*each) for each in asked]
+    files = image_files(folder)
+    assert cache.compiles == len(files) == len({hash_of(image) for image in images}) == 5
+    assert sorted(path.name.split("-")[0] for path in files) == ["forward"] * 3 + ["wgrad"] * 2
+    there = ImageCache(tmp_path / "there", compile=None)
+    for path in files:
+        there.add(path.read_bytes())
+    assert [there.get_or_compile(*each) for each in asked] == images and there.compiles == 0
 
 
 def test_clear_and_entries(folder):

@@ -161,7 +161,7 @@ def test_gradients_are_refused_not_lost(tmp_path):
     session, _ = recording_session(cfg, tmp_path)
     w13, w2 = weights(cfg)
     layer = MegaMoE(cfg, nn.Parameter(w13), w2, session=session)
-    with pytest.raises(MegaMoEError, match=r"forward only.*no_grad"):
+    with pytest.raises(MegaMoEError, match=r"training=True.*no_grad"):
         layer(*inputs(cfg))
     with torch.no_grad():
         layer(*inputs(cfg))
@@ -205,7 +205,8 @@ def test_layers_without_a_session_share_one(monkeypatch):
     cfg, made = config(), []
 
     class Stand:
-        def __init__(self, cfg, *, group, device):
+        def __init__(self, cfg, *, group, device, training):
+            self.training = training
             self.cfg, self.tensor_device, self.closed = cfg, device, False
             made.append(self)
 

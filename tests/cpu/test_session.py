@@ -242,9 +242,9 @@ def ranks(monkeypatch, tmp_path):
     events: list[tuple[str, int]] = []
     local = threading.local()
     options: dict[int, int] = {}
-    monkeypatch.setattr("megamoe.session.group_of", lambda group, num_pes: local.group)
+    monkeypatch.setattr("megamoe.session_setup.group_of", lambda group, num_pes: local.group)
     monkeypatch.setattr(
-        "megamoe.session.choose_transport",
+        "megamoe.session_setup.choose_transport",
         lambda name, *, group, device, memory: SharedTransport(
             group, device, events, options.get(group.rank, 1 << 62)
         ),
