@@ -28,10 +28,10 @@ class SessionEngine:
         (side,) = sides
         y, saved = self.session.forward(
             self.bound,
-            side.x,
+            side.x.detach(),
             side.topk_ids,
-            side.topk_weights,
-            residual=side.residual,
+            side.topk_weights.detach(),
+            residual=None if side.residual is None else side.residual.detach(),
             num_tokens=self.num_tokens,
             save_for_backward=True,
         )
