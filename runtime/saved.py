@@ -71,10 +71,12 @@ class SavedPool:
         return sum(block.bytes_N.numel() for block in self._all)
 
     def take(self, kind: str) -> Allocation:
-        """A block of a kind, its contents undefined: the one given back last, or a new one."""
+        """A block of a kind, its contents undefined: the oldest free one, or a new one. So equal
+        schedules of calls use equal pairs of blocks, and their tensor maps are there."""
         free = self._free[kind]
         if free:
-            block = free.pop()
+            block = min(free, key=self._all.index)
+            free.remove(block)
             self._wait_for_last_use(block)
             return block
         self.refuse_growth(f"memory for one more {kind} state")
