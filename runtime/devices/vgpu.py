@@ -38,7 +38,7 @@ class VgpuDevice:
         self.world, self.pe, self.roles = world, pe, dict(roles or {})
         self.launches = 0
         self._allocations: list[Allocation] = []
-        self._callers: dict[str, torch.Tensor] = {}
+        self._callers: dict[str, int] = {}
 
     def allocate(self, nbytes: int, name: str) -> Allocation:
         address = self.world.alloc(nbytes, name=name, pe=self.pe)
@@ -65,10 +65,11 @@ class VgpuDevice:
                 return allocation.address + offset
         if keep:
             return self.world.register(tensor, name=name, pe=self.pe)
+        # By address: one tensor may be passed under two names, as x and residual.
         if name in self._callers:
             self.world.unregister(self._callers.pop(name))
-        self._callers[name] = tensor
-        return self.world.register(tensor, name=name, pe=self.pe)
+        self._callers[name] = self.world.register(tensor, name=name, pe=self.pe)
+        return self._callers[name]
 
     def forget(self, address: int) -> None:
         if address:
