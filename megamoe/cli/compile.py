@@ -1,4 +1,4 @@
-"""``megamoe compile``: compile the forward kernel for a shape, no GPU needed, and report on it."""
+"""``megamoe compile``: compile a kernel for a shape, no GPU needed, and report on it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,32 @@ from megamoe.cli.layer import layer_config, layer_options
 
 @click.command("compile")
 @click.option("--arch", default="sm_90a", show_default=True, help="GPU architecture.")
+@click.option("--kernel", type=click.Choice(["forward", "wgrad"]), default="forward",
+              show_default=True)  # fmt: skip
+@click.option("--grad", type=click.Choice(["f32", "bf16"]), default="f32", show_default=True,
+              help="Type of the gradients of wgrad.")  # fmt: skip
 @layer_options
 @JSON_OPTION
-def compile_command(arch: str, json_path: Path | None, **layer: Any) -> None:
-    """Compile the forward kernel for a shape and report registers, spills and shared memory."""
+def compile_command(
+    arch: str, kernel: str, grad: str, json_path: Path | None, **layer: Any
+) -> None:
+    """Compile a kernel for a shape and report registers, spills and shared memory."""
     with plain_errors(), steps(2) as progress:
         progress.begin("loading the compiler")
         from megamoe.checks import check_kernel_support
-        from megamoe.cute_kernels.build import compile_forward
+        from megamoe.cute_kernels.build import compile_forward, compile_wgrad
+        from megamoe.cute_kernels.wgrad_tables import default_wgrad_config
         from megamoe.lowering import kernel_problem
 
         cfg = layer_config(**layer)
         check_kernel_support(cfg)
         progress.begin(f"compiling for {arch}")
-        image = compile_forward(problem=kernel_problem(cfg), arch=arch)
+        problem = kernel_problem(cfg)
+        if kernel == "forward":
+            image = compile_forward(problem=problem, arch=arch)
+        else:
+            config = default_wgrad_config(problem, grad=grad, bias_grad=grad)
+            image = compile_wgrad(problem=problem, config=config, arch=arch)
     result: dict[str, Any] = {
         "registers": image.registers,
         "spill_bytes": image.spill_bytes,
@@ -40,7 +52,7 @@ def compile_command(arch: str, json_path: Path | None, **layer: Any) -> None:
     write_json(json_path, result)
 
     table = Table(
-        title=f"forward, {arch}: H {cfg.hidden}, I {cfg.intermediate}, E {cfg.num_experts}, "
+        title=f"{kernel}, {arch}: H {cfg.hidden}, I {cfg.intermediate}, E {cfg.num_experts}, "
         f"K {cfg.top_k}, P {cfg.num_pes}",
         show_header=False,
     )
