@@ -62,6 +62,7 @@ def wgrad_load_role(c: WgradContext):
             b = c.smem + c.shared.b + position.stage * B_STAGE_BYTES
             maps = c.entry(rows.saved) + ENTRY_MAPS
             with cute.arch.elect_one():
+                # Every lane has awaited ``empty`` itself: it does not matter which is elected.
                 ptx.mbarrier_arrive_expect_tx(full, A_STAGE_BYTES + B_STAGE_BYTES)
                 for half in cutlass.range_constexpr(2):
                     chosen = (map_0, map_1)[half]
@@ -81,10 +82,6 @@ def wgrad_load_role(c: WgradContext):
                         rows.row,
                         full,
                     )
-            cute.arch.sync_warp()
             position.advance()
         tiles.advance()
-    # Leave no copy in flight: wait until math has released every stage.
-    for _ in cutlass.range(c.config.stages, unroll=1):
-        ptx.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
-        position.advance()
+    # No copy is left in flight: math awaits every stage that was filled.
