@@ -160,10 +160,3 @@ def apply(
     """
     flat = [tensor for side in sides for tensor in side.flat()]
     return list(_MoE.apply(Call(engine, len(sides), delay), *flat))
-
-
-def wants_gradients(sides: Sequence[Side]) -> bool:
-    """True if autograd is on and any floating-point input requires a gradient."""
-    return torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for side in sides for tensor in side.flat()
-    )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megamoe.autograd import WEIGHTS, Engine, Side, apply, wants_gradients
+from megamoe.autograd import WEIGHTS, Engine, Side, apply
 from megamoe.checks import check_inputs, check_weights
 from megamoe.config import MoEConfig
 from megamoe.reference_engine import ReferenceEngine
@@ -122,12 +122,15 @@ class MegaMoE(nn.Module):
             ``[T, H]`` bf16, differentiable.
         """
         session, bound, weights = self.session, self._bound, self._weights()
-        side = Side(x, topk_ids, topk_weights, residual, weights)
-        gradients = wants_gradients([side])
+        gradients = torch.is_grad_enabled() and any(
+            tensor is not None and tensor.requires_grad
+            for tensor in (x, topk_weights, residual, *weights.values())
+        )
         if gradients and out is not None:
             raise ValueError("out is given: must be None where a gradient is wanted")
         if session is None or session.tensor_device != x.device:
             if x.device.type == "cpu":
+                side = Side(x, topk_ids, topk_weights, residual, weights)
                 return self._reference(side, out, num_tokens, gradients)
             session = self._session_for(x.device)
         if gradients and not session.training:
@@ -140,6 +143,7 @@ class MegaMoE(nn.Module):
         if bound is None or not bound.still_there(weights):
             bound = self._bind(session, weights)
         if gradients:
+            side = Side(x, topk_ids, topk_weights, residual, weights)
             return self._differentiable(SessionEngine(session, bound, num_tokens), side)
         return session.forward(
             bound, x, topk_ids, topk_weights, out=out, residual=residual, num_tokens=num_tokens

@@ -28,14 +28,18 @@ def size_text(nbytes: int) -> str:
 
 @click.command("plan")
 @layer_options
+@click.option("--training", is_flag=True, help="Of a session that trains; and of a saved call.")
 @JSON_OPTION
-def plan_command(json_path: Path | None, **layer: Any) -> None:
+def plan_command(json_path: Path | None, training: bool, **layer: Any) -> None:
     """Show the bytes of every region of one PE's workspace."""
+    from megamoe.checks import check_training_support
     from megamoe.planning import plan
 
     with plain_errors():
         cfg = layer_config(**layer)
-        planned = plan(cfg)
+        if training:
+            check_training_support(cfg)
+        planned = plan(cfg, training=training)
     table = Table(title=f"workspace of one PE of {cfg.num_pes}: {size_text(planned.total_bytes)}")
     for column in ("block", "region", "shape", "bytes"):
         table.add_column(column, justify="right" if column == "bytes" else "left")
@@ -57,6 +61,9 @@ def plan_command(json_path: Path | None, **layer: Any) -> None:
     table.add_section()
     table.add_row("symmetric", "all", "", size_text(planned.symmetric_bytes))
     table.add_row("local", "all", "", size_text(planned.local_bytes))
+    if training:
+        table.add_row("saved", "each forward", "", size_text(planned.saved_bytes))
+        table.add_row("dgrad", "from its dgrad to its wgrad", "", size_text(planned.dgrad_bytes))
     Console().print(table)
     write_json(
         json_path,
@@ -64,6 +71,8 @@ def plan_command(json_path: Path | None, **layer: Any) -> None:
             "symmetric_bytes": planned.symmetric_bytes,
             "local_bytes": planned.local_bytes,
             "smem_bytes": planned.smem_bytes,
+            "saved_bytes": planned.saved_bytes,
+            "dgrad_bytes": planned.dgrad_bytes,
             "regions": rows,
         },
     )

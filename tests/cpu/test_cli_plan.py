@@ -41,3 +41,18 @@ def test_a_capacity_lowers_it_and_bad_sizes_are_refused(tmp_path: Path) -> None:
         sizes.append(json.loads((tmp_path / "f").read_text())["local_bytes"])
     assert sizes[1] < sizes[0] / 4
     assert "num_pes=65" in run("--pes", "65", code=1)
+
+
+def test_what_training_takes(tmp_path: Path) -> None:
+    """The share of a row in both blocks: 2H + 4I, then 2H + 2I bytes, and little else."""
+    run("--pes", "8", "--capacity", "65536", "--json", str(tmp_path / "f"))
+    forward = json.loads((tmp_path / "f").read_text())
+    assert forward["saved_bytes"] == forward["dgrad_bytes"] == 0
+    text = run("--pes", "8", "--capacity", "65536", "--training", "--json", str(tmp_path / "f"))
+    found = json.loads((tmp_path / "f").read_text())
+    assert "each forward" in text
+    rows = next(r for r in found["regions"] if r["name"] == "pool_x")["shape"][0]
+    assert 1 <= found["saved_bytes"] / (rows * (2 * 7168 + 4 * 2048)) < 1.02
+    assert 1 <= found["dgrad_bytes"] / (rows * (2 * 7168 + 2 * 2048)) < 1.001
+    assert found["local_bytes"] >= forward["local_bytes"]
+    assert "ring_rows=256" in run("--pes", "8", "--training", "--ring-rows", "256", code=1)
