@@ -289,7 +289,7 @@ def recv_and_place(c: Context, warp: Int32):
     ok = Int32(0)
     if warp == 0:
         ok = make_layout(c)
-    else:
+    elif cutlass.const_expr(c.config.place_warps > 1):
         ptx.mbarrier_wait(c.smem + c.shared.layout_ready, Int32(0))
         ok = 1 - ptx.lds_i32(c.smem + c.shared.skip)
     if ok == 1:

@@ -73,26 +73,27 @@ def _verify(
         return run_matrix(runs, processes=processes, tick=tick)
 
 
-def _mutate(processes: int) -> MutationResult:
+def _mutate(processes: int, every: bool) -> MutationResult:
     from megamoe.runtime.vgpu.errors import VgpuError
     from megamoe.verify.mutation import run_mutation
 
     with counter() as (tick, total):
         try:
-            return run_mutation(processes=processes, tick=tick, total=total)
+            return run_mutation(every=every, processes=processes, tick=tick, total=total)
         except VgpuError as error:
             raise click.ClickException(str(error)) from error
 
 
 def _print_mutation(result: MutationResult, say: Callable[..., None]) -> None:
-    table = Table(title="mutants of the forward kernel", show_header=False)
+    table = Table(title="mutants of the forward kernels", show_header=False)
     table.add_row("mutants", str(len(result.verdicts)))
+    for kernel, count in result.as_json()["kernels"].items():
+        table.add_row(f"  {kernel}", str(count))
     for state in ("killed", "equivalent", "survivor"):
         table.add_row(state, str(len(result.of(state))))
     say(table)
     for verdict in result.of("survivor"):
-        name = f"{verdict.mutant.key}#{verdict.mutant.copy}"
-        say(f"[bold red]survivor[/] after {verdict.runs} runs: {name}")
+        say(f"[bold red]survivor[/] after {verdict.runs} runs: {verdict.name}")
         say(f"  {verdict.mutant.description}", markup=False)
     for key in result.unused:
         say(f"[yellow]no mutant needs this entry of the equivalent list:[/] {key}")
@@ -113,7 +114,12 @@ def _print_mutation(result: MutationResult, say: Callable[..., None]) -> None:
     type=click.Choice(POLICIES["completion"]),
     help="When asynchronous operations take effect; without it the runs take turns.",
 )
-@click.option("--mutate", is_flag=True, help="Also judge mutants of the kernel (minutes).")
+@click.option("--mutate", is_flag=True, help="Also judge mutants of the kernels (minutes).")
+@click.option(
+    "--every-mutant",
+    is_flag=True,
+    help="With --mutate: also those of code that an earlier kernel has in the same place.",
+)
 @click.option("--processes", type=click.IntRange(min=1), help="Default: all cores.")
 @click.option(
     "--out",
@@ -130,15 +136,19 @@ def verify_command(
     schedule: str | None,
     completion: str | None,
     mutate: bool,
+    every_mutant: bool,
     processes: int | None,
     out_dir: Path | None,
     json_path: Path | None,
 ) -> None:
     """Run the forward kernel under the race detector on vgpu; exit with 1 on any finding.
 
-    With --mutate, also weaken or remove each synchronisation instruction of the kernel in turn;
-    every such mutant must be reported or be listed as equivalent.
+    With --mutate, also weaken or remove each synchronisation instruction of the kernels (direct
+    and pre-reduced combine, ring pool) in turn; every such mutant must be reported or be listed as
+    equivalent.
     """
+    if every_mutant and not mutate:
+        raise click.UsageError("--every-mutant needs --mutate")
     say = Console().print
     if everything and names:
         raise click.UsageError("--all and --case exclude each other")
@@ -157,7 +167,7 @@ def verify_command(
             say(f"wrote {path}")
     survivors = 0
     if mutate:
-        mutation = _mutate(workers)
+        mutation = _mutate(workers, every_mutant)
         values["mutation"] = mutation.as_json()
         survivors = len(mutation.of("survivor"))
         _print_mutation(mutation, say)

@@ -171,31 +171,6 @@ VERIFY_CASES = (
 )
 """What ``megamoe verify`` runs."""
 
-MAX_CASE_TOKENS = 160
-
-
-def _mutation_case(name: str, tokens: tuple[int, ...], **options) -> Case:
-    """All cases of mutation testing share one compiled kernel: only what a call brings differs.
-    With one expert for all slots, 3 · (all tokens) rows make few tiles of a chosen width."""
-    return Case(name=name, tokens=tokens, top_k=3, max_tokens=MAX_CASE_TOKENS, **options)
-
-
-MUTATION_CASES = (
-    _mutation_case("absent", (20, 6), fails="absent", timeout_s=1e-3),
-    _mutation_case("width_32", (3, 5), route="one", grid=1),
-    _mutation_case("width_8", (1, 1), route="one", grid=1),
-    _mutation_case("width_16", (2, 3), route="one", grid=1),
-    _mutation_case("width_64", (10, 8), route="one", grid=1),
-    _mutation_case("width_128", (50, 10), route="one", grid=1),
-    _mutation_case("invalid", (100, 3), fails="invalid", route="none", grid=3),
-    _mutation_case("hasty", (150, 3), fails="hasty", timeout_s=2e-9, masked=0.8, grid=3),
-    _mutation_case("hasty_later", (30, 25), route="pair", fails="hasty", timeout_s=1e-4, grid=3),
-    _mutation_case("routes", (150, 3), route="one", masked=0.8, grid=1),
-    _mutation_case("several_ctas", (60, 40), route="one", grid=3),
-    _mutation_case("two_calls", (70, 5), route="pair", calls=2),
-)
-"""The cases that a mutant of the shipped kernel has to survive."""
-
 CASES_BY_NAME = {case.name: case for case in VERIFY_CASES}
 
 

@@ -1,4 +1,4 @@
-"""Mutation testing: every mutant of the shipped kernel must be reported, or be known as equivalent.
+"""Mutation testing: every mutant of the shipped kernels is reported, or known as equivalent.
 
 Mutants run in parallel processes, on the runs that execute the mutated instruction, cheapest
 first, and stop at the first defect. `equivalent.json` lists the mutants that change nothing, by
@@ -12,6 +12,7 @@ import gc
 import json
 import multiprocessing
 import signal
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from megamoe.lowering import kernel_problem
 from megamoe.runtime.vgpu.errors import VgpuError
 from megamoe.runtime.vgpu.mutate import Mutant, mutants_of
 from megamoe.testing import compiled
-from megamoe.verify.cases import MUTATION_CASES, Case
+from megamoe.verify.mutation_cases import GROUPS, MutationGroup
 from megamoe.verify.runs import Outcome, Run, data_of, execute
 
 EQUIVALENT_FILE = Path(__file__).with_name("equivalent.json")
@@ -32,24 +33,25 @@ PATIENCE = 10.0
 """A mutant that runs so many times longer than the kernel, plus a margin, hangs."""
 MARGIN_S = 60.0
 SPOT_CHECKS = 3
-MORE_RUNS = {
-    "two_calls": (("starve", 6), ("starve", 3)),
-    "hasty": (("starve", 5),),
-}
-"""Case → schedules and seeds in which a wait finds its word at the first look, or never in time:
-load, a reduce warp and recv-and-place starve."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What became of a mutant: ``killed_by`` names the run and defect, empty if nobody saw it;
-    ``runs`` are the runs that execute its instruction (for a killed one, those up to the kill)."""
+    ``runs`` are the runs that execute its instruction (for a killed one, those up to the kill);
+    ``kernel`` is the group's name."""
 
     mutant: Mutant
+    kernel: str = ""
     killed_by: str = ""
     kind: str = ""
     reason: str = ""
     runs: int = 0
+
+    @property
+    def name(self) -> str:
+        """Kernel and key, with the number of the copy."""
+        return f"{self.kernel}: {self.mutant.key}#{self.mutant.copy}"
 
     @property
     def state(self) -> str:
@@ -70,55 +72,38 @@ class MutationResult:
 
     def as_json(self) -> dict[str, Any]:
         """The ``mutation`` object of ``megamoe verify --json``."""
+        kernels = Counter(v.kernel for v in self.verdicts)
         return {
             "mutants": len(self.verdicts),
             "killed": len(self.of("killed")),
+            "kernels": dict(kernels),
             "equivalent": [
-                {
-                    "mutant": v.mutant.description,
-                    "key": f"{v.mutant.key}#{v.mutant.copy}",
-                    "reason": v.reason,
-                }
+                {"mutant": v.mutant.description, "key": v.name, "reason": v.reason}
                 for v in self.of("equivalent")
             ],
             "survivors": [
-                {
-                    "mutant": v.mutant.description,
-                    "key": f"{v.mutant.key}#{v.mutant.copy}",
-                    "runs": v.runs,
-                }
+                {"mutant": v.mutant.description, "key": v.name, "runs": v.runs}
                 for v in self.of("survivor")
             ],
             "unused_equivalent": self.unused,
         }
 
 
-def equivalent_reasons(path: Path = EQUIVALENT_FILE) -> dict[str, str]:
-    """Mutant key, or ``key#copy`` where only some copies of an instruction are needless: reason."""
-    entries = json.loads(path.read_text())
-    return {key: entry["reason"] for entry in entries for key in entry["keys"]}
+def equivalent_reasons(kernel: str, path: Path = EQUIVALENT_FILE) -> dict[str, str]:
+    """Mutant key, or ``key#copy`` where only some copies of an instruction are needless: reason.
+    Entries with ``kernels`` are for those only: others number their copies differently."""
+    return {
+        key: entry["reason"]
+        for entry in json.loads(path.read_text())
+        if kernel in entry.get("kernels", (kernel,))
+        for key in entry["keys"]
+    }
 
 
 def entry_of(mutant: Mutant, reasons: dict[str, str]) -> str:
     """The entry of the equivalent list that names a mutant; empty if none does."""
     names = (mutant.key, f"{mutant.key}#{mutant.copy}")
     return next((name for name in names if name in reasons), "")
-
-
-def mutation_runs(cases: Sequence[Case] = MUTATION_CASES) -> list[Run]:
-    """One run a case; the detector judges what is not ordered, whatever order a run took, so the
-    policies only take turns. `MORE_RUNS` adds what that leaves out."""
-    policies = (("round_robin", "eager"), ("random", "late"))
-    turns = [
-        Run(case=case, seed=1, schedule=policies[i % 2][0], completion=policies[i % 2][1])
-        for i, case in enumerate(cases)
-    ]
-    more = [
-        Run(case=case, seed=seed, schedule=schedule)
-        for case in cases
-        for schedule, seed in MORE_RUNS.get(case.name, ())
-    ]
-    return turns + more
 
 
 def unchanged(run: Run) -> Outcome:
@@ -163,39 +148,71 @@ def judge(mutant: Mutant) -> Verdict:
     return Verdict(mutant=mutant, runs=len(covering))
 
 
+def fresh(mutants: Sequence[Mutant], known: Counter[str]) -> list[Mutant]:
+    """The mutants of instructions of which a kernel has another number than those before it: the
+    rest is the same code in the same place, whose mutants have been judged there."""
+    counts = Counter(mutant.key for mutant in mutants)
+    return [mutant for mutant in mutants if counts[mutant.key] != known[mutant.key]]
+
+
 def run_mutation(
     *,
-    cases: Sequence[Case] = MUTATION_CASES,
+    groups: Sequence[MutationGroup] = GROUPS,
+    every: bool = False,
     processes: int = 2,
     chosen: Callable[[Mutant], bool] = lambda _: True,
     tick: Callable[[str], None] = lambda _: None,
     total: Callable[[int], None] = lambda _: None,
 ) -> MutationResult:
-    """Judge the mutants of the kernel that ``cases`` share.
+    """Judge the mutants of some kernels.
 
     Args:
-        cases: what mutants run; all must compile to one kernel.
+        groups: the kernels and their runs.
+        every: all mutants of each kernel; else those that are `fresh` after the kernels before it.
         processes: how many at a time.
         chosen: which mutants; the default is all of them.
         tick: told what has just been done; total: told how many ticks there will be.
 
     Raises:
-        ValueError: the cases do not share a kernel. VgpuError: the unchanged kernel is not clean.
+        VgpuError: an unchanged kernel is not clean.
     """
-    problems = {kernel_problem(case.cfg) for case in cases}
-    if len(problems) != 1:
-        raise ValueError(f"cases: {len(problems)} kernels, mutants need one")
-    image = compiled(problems.pop())
-    mutants = [mutant for mutant in mutants_of(image.ptx) if chosen(mutant)]
-    runs = mutation_runs(cases)
-    total(len(runs) + len(mutants))
+    plans = []
+    known: Counter[str] = Counter()
+    for group in groups:
+        (problem,) = {kernel_problem(run.case.cfg) for run in group.runs}
+        image = compiled(problem)
+        mutants = mutants_of(image.ptx)
+        wanted = mutants if every else fresh(mutants, known)
+        known |= Counter(mutant.key for mutant in mutants)
+        plans.append((group, image, [mutant for mutant in wanted if chosen(mutant)]))
+    total(sum(len(group.runs) + len(mutants) for group, _, mutants in plans))
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
-    reasons = equivalent_reasons()
+    verdicts: list[Verdict] = []
+    entries: set[tuple[str, str]] = set()
+    used: set[tuple[str, str]] = set()
+    for group, image, mutants in plans:
+        reasons = equivalent_reasons(group.name)
+        entries |= set(reasons.items())
+        for verdict in _judge_all(group, image, mutants, reasons, processes, tick):
+            entry = "" if verdict.killed_by else entry_of(verdict.mutant, reasons)
+            if entry:
+                used.add((entry, reasons[entry]))
+                verdict = replace(verdict, reason=reasons[entry])
+            verdicts.append(replace(verdict, kernel=group.name))
+    return MutationResult(verdicts=verdicts, unused=sorted(key for key, _ in entries - used))
+
+
+def _judge_all(
+    group: MutationGroup, image: Image, mutants: Sequence[Mutant], reasons: dict[str, str],
+    processes: int, tick: Callable[[str], None],
+) -> list[Verdict]:  # fmt: skip
+    """Verdicts on the mutants of one kernel, in the order of the text."""
+    runs = group.runs
     _SHARED.update(image=image, reasons=reasons)
     outcomes: list[Outcome] = []
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         for outcome in pool.imap_unordered(unchanged, runs):
-            tick(f"unchanged: {outcome.run}")
+            tick(f"{group.name}, unchanged: {outcome.run}")
             if outcome.defects:
                 raise VgpuError(f"{outcome.run}, unchanged: {outcome.defects[0].text}")
             outcomes.append(outcome)
@@ -208,13 +225,6 @@ def run_mutation(
     # A worker is replaced now and then: every decoded mutant stays in its memory.
     with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=16) as pool:
         for verdict in pool.imap_unordered(judge, mutants):
-            tick(f"{verdict.state}: {verdict.mutant.key}")
+            tick(f"{verdict.state}: {verdict.mutant.key}#{verdict.mutant.copy}")
             verdicts.append(verdict)
-    used: set[str] = set()
-    for number, verdict in enumerate(verdicts):
-        entry = "" if verdict.killed_by else entry_of(verdict.mutant, reasons)
-        if entry:
-            used.add(entry)
-            verdicts[number] = replace(verdict, reason=reasons[entry])
-    verdicts.sort(key=lambda v: (v.mutant.line, v.mutant.kind))
-    return MutationResult(verdicts=verdicts, unused=sorted(set(reasons) - used))
+    return sorted(verdicts, key=lambda v: (v.mutant.line, v.mutant.kind))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from megamoe.cli import main
 from megamoe.lowering import kernel_problem
 from megamoe.runtime.vgpu.mutate import Mutant, mutants_of
 from megamoe.verify import mutation
-from megamoe.verify.cases import CASES_BY_NAME, MUTATION_CASES, VERIFY_CASES, Case
+from megamoe.verify.cases import CASES_BY_NAME, VERIFY_CASES, Case
 from megamoe.verify.matrix import run_matrix
+from megamoe.verify.mutation_cases import CASES, GROUPS, MutationGroup
 from megamoe.verify.picture import page, trace
 from megamoe.verify.runs import Run, execute, plan_runs
 
@@ -142,20 +144,22 @@ SAMPLE = (
 
 def test_a_sample_of_mutants(monkeypatch) -> None:
     """All are killed but the last, which is a survivor until it is listed."""
-    cases = MUTATION_CASES[:2]
-    wanted = {(pick(*sample, case=cases[1]).line, sample[2]) for sample in SAMPLE}
+    group = MutationGroup(name="some", cases=CASES[:2], hasty=())
+    case = group.runs[0].case
+    wanted = {(pick(*sample, case=case).line, sample[2]) for sample in SAMPLE}
 
     def chosen(mutant: Mutant) -> bool:
         return (mutant.line, mutant.kind) in wanted
 
-    monkeypatch.setattr(mutation, "equivalent_reasons", dict)
-    result = mutation.run_mutation(cases=cases, chosen=chosen)
+    monkeypatch.setattr(mutation, "equivalent_reasons", lambda kernel: {})
+    result = mutation.run_mutation(groups=[group], chosen=chosen)
     assert len(result.verdicts) == len(SAMPLE)
     (survivor,) = result.of("survivor")
     assert survivor.mutant.opcode.startswith("fence.mbarrier_init")
     listed = {survivor.mutant.key: "because", "gone.py:f:bar.sync:drop": "no longer there"}
-    monkeypatch.setattr(mutation, "equivalent_reasons", lambda: listed)
-    values = mutation.run_mutation(cases=cases, chosen=chosen).as_json()
+    monkeypatch.setattr(mutation, "equivalent_reasons", lambda kernel: listed)
+    values = mutation.run_mutation(groups=[group], chosen=chosen).as_json()
+    assert values["kernels"] == {"some": len(SAMPLE)}
     assert values["mutants"] == len(SAMPLE)
     assert values["killed"] == len(SAMPLE) - 1
     assert values["survivors"] == []
@@ -163,15 +167,30 @@ def test_a_sample_of_mutants(monkeypatch) -> None:
     assert values["unused_equivalent"] == ["gone.py:f:bar.sync:drop"]
 
 
-def test_mutation_cases_share_a_kernel() -> None:
-    assert len({kernel_problem(case.cfg) for case in MUTATION_CASES}) == 1
-    with pytest.raises(ValueError, match="2 kernels"):
-        mutation.run_mutation(cases=(TINY, MUTATION_CASES[0]))
+def test_groups_are_one_kernel_each() -> None:
+    kernels = [{kernel_problem(run.case.cfg) for run in group.runs} for group in GROUPS]
+    assert [len(problems) for problems in kernels] == [1] * len(GROUPS)
+    assert len(set.union(*kernels)) == len(GROUPS)
+    # Runs are told apart by their names.
+    for group in GROUPS:
+        assert len({str(run) for run in group.runs}) == len(group.runs)
+
+
+def test_only_other_instructions_of_a_further_kernel_are_judged() -> None:
+    mutants = mutants_of(image_of(TINY).ptx)
+    known = Counter(mutant.key for mutant in mutants)
+    assert mutation.fresh(mutants, Counter()) == mutants
+    assert mutation.fresh(mutants, known) == []
+    key = mutants[0].key
+    assert {m.key for m in mutation.fresh(mutants, known - Counter([key]))} == {key}
 
 
 def test_equivalent_entries_have_reasons() -> None:
-    reasons = mutation.equivalent_reasons()
-    assert all(len(reason.split()) > 5 for reason in reasons.values())
+    listed = [mutation.equivalent_reasons(group.name) for group in GROUPS]
+    assert all(len(reason.split()) > 5 for reasons in listed for reason in reasons.values())
+    entries = json.loads(mutation.EQUIVALENT_FILE.read_text())
+    names = {group.name for group in GROUPS}
+    assert all(set(entry.get("kernels", names)) <= names for entry in entries)
 
 
 @pytest.mark.slow
