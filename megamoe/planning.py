@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import comb
 
 from megamoe.config import MoEConfig
 from megamoe.cute_kernels.kernel_config import KernelConfig
@@ -38,6 +39,8 @@ class Plan:
         smem_bytes: shared memory of one CTA.
         saved_bytes: of a training session: held by each forward whose dgrad has not run.
         dgrad_bytes: held besides, from a call's dgrad to its wgrad.
+        fetches_per_token: how often a token's row is pulled, over all PEs, if its experts are drawn
+            evenly: once per PE that holds one of them, or, with a ring pool, once per expert.
     """
 
     problem: Problem
@@ -48,6 +51,7 @@ class Plan:
     smem_bytes: int
     saved_bytes: int = 0
     dgrad_bytes: int = 0
+    fetches_per_token: float = 0.0
 
     @property
     def total_bytes(self) -> int:
@@ -90,6 +94,24 @@ def plan(
         symmetric_bytes=max(symmetric_block(each).nbytes for each, _ in kernels.values()),
         local_bytes=max(local_block(*each).nbytes for each in kernels.values()),
         smem_bytes=SharedMap.of(problem, config).total,
+        fetches_per_token=fetches_per_token(cfg),
         saved_bytes=saved_block(problem).nbytes if training else 0,
         dgrad_bytes=dgrad_block(problem).nbytes if training else 0,
     )
+
+
+def fetches_per_token(cfg: MoEConfig) -> float:
+    """`Plan.fetches_per_token`; of a replicated expert one place is taken.
+
+    >>> cfg = MoEConfig(hidden=4096, intermediate=2048, num_experts=256, top_k=6, num_pes=8,
+    ...                 max_tokens=8192)
+    >>> round(fetches_per_token(cfg), 2)
+    4.42
+    """
+    if cfg.ring_rows:
+        return float(cfg.top_k)
+    held = [0] * cfg.num_pes
+    for owner, _ in cfg.placement:
+        held[owner] += 1
+    every = comb(cfg.num_experts, cfg.top_k)
+    return sum(1 - comb(cfg.num_experts - each, cfg.top_k) / every for each in held)

@@ -48,8 +48,11 @@ class VgpuResult:
     Args:
         y: output of each PE, ``[T, H]`` bf16.
         launches: kernel launches of each PE for this call.
-        counters: ``rows`` (rows each PE's experts computed), ``bytes_between_pes``,
-            ``wgmma_flops``, ``warp_instructions`` and ``warp_instructions_by_role``.
+        counters: ``rows`` (rows each PE's experts computed), ``row_fetches`` (how often each PE
+            pulled a token's row: once per token, or once per row with a ring pool),
+            ``bytes_between_pes``,
+            ``wgmma_flops``, ``warp_instructions`` and ``warp_instructions_by_role``;
+            ``bytes_read_by_role`` and ``bytes_written_by_role``, of global memory, before caches.
         report: the world's report; ``report.activity`` feeds the timeline picture.
         saved: with ``save_for_backward``, the state of each PE for ``backward_dgrad``.
     """
@@ -271,18 +274,23 @@ class VgpuMoE:
         return [device.launches - n for device, n in zip(self.devices, counts, strict=True)]
 
     def _counters(self, report: Any) -> dict[str, Any]:
-        rows = []
+        rows, fetches = [], []
         for session in self.group.sessions:
             bank = int(session.local_view("epoch")) & 1
             bases = session.local_view("slot_base").tolist()
             counts_PS = session.symmetric_view("route_count")[bank]
             rows.append(int(counts_PS[:, bases[session.pe] : bases[session.pe + 1]].sum()))
+            local = bases[session.pe + 1] - bases[session.pe]
+            fetches.append(int(session.symmetric_view("primary_count")[bank][:, :local].sum()))
         return {
             "rows": rows,
+            "row_fetches": fetches,
             "bytes_between_pes": report.bytes_between_pes,
             "wgmma_flops": report.wgmma_flops,
             "warp_instructions": report.warp_instructions,
             "warp_instructions_by_role": dict(report.instructions_by_role),
+            "bytes_read_by_role": dict(report.read_by_role),
+            "bytes_written_by_role": dict(report.written_by_role),
         }
 
 

@@ -123,12 +123,17 @@ def _print(demo: DemoRun) -> None:
     table.add_row("kernel launches per PE", str(result["launches_per_pe"]))
     table.add_row("tokens of each PE", ", ".join(map(str, demo.tokens)))
     table.add_row("rows of each PE's experts", ", ".join(map(str, counters["rows"])))
+    table.add_row("rows that each PE pulled", ", ".join(map(str, counters["row_fetches"])))
     table.add_row("bytes between PEs", _count(result["bytes_between_pes"]))
     table.add_row("WGMMA flops", _count(result["wgmma_flops"]))
     table.add_row("warp instructions", _count(result["warp_instructions"]))
     roles = counters["warp_instructions_by_role"]
     for role, count in sorted(roles.items(), key=lambda item: -item[1]):
         table.add_row(f"  {role}", _count(count))
+    table.add_row("bytes of global memory, read / written", "")
+    read, written = counters["bytes_read_by_role"], counters["bytes_written_by_role"]
+    for role in sorted(read | written):
+        table.add_row(f"  {role}", f"{_count(read.get(role, 0))} / {_count(written.get(role, 0))}")
     table.add_row("simulation", f"{result['seconds']:.1f} s")
     Console().print(table)
 
@@ -180,6 +185,9 @@ def run_demo(*, pes: int, seed: int, progress: Steps) -> DemoRun:
         "bytes_between_pes": int(run.counters["bytes_between_pes"]),
         "wgmma_flops": int(run.counters["wgmma_flops"]),
         "warp_instructions": int(run.counters["warp_instructions"]),
+        "row_fetches": sum(run.counters["row_fetches"]),
+        "bytes_read_by_role": run.counters["bytes_read_by_role"],
+        "bytes_written_by_role": run.counters["bytes_written_by_role"],
         "seconds": round(seconds, 3),
     }
     return DemoRun(result=result, tokens=tokens, run=run)

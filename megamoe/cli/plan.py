@@ -61,6 +61,8 @@ def plan_command(json_path: Path | None, training: bool, **layer: Any) -> None:
     table.add_section()
     table.add_row("symmetric", "all", "", size_text(planned.symmetric_bytes))
     table.add_row("local", "all", "", size_text(planned.local_bytes))
+    fetched = f"{planned.fetches_per_token:.2f} per token"
+    table.add_row("", "rows pulled, experts drawn evenly", fetched, "")
     if training:
         table.add_row("saved", "each forward", "", size_text(planned.saved_bytes))
         table.add_row("dgrad", "from its dgrad to its wgrad", "", size_text(planned.dgrad_bytes))
@@ -73,6 +75,7 @@ def plan_command(json_path: Path | None, training: bool, **layer: Any) -> None:
             "smem_bytes": planned.smem_bytes,
             "saved_bytes": planned.saved_bytes,
             "dgrad_bytes": planned.dgrad_bytes,
+            "fetches_per_token": planned.fetches_per_token,
             "regions": rows,
         },
     )

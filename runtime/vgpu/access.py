@@ -85,7 +85,7 @@ def load(w: Warp, a: Access, address: int) -> int:
     """One value from one address."""
     region, off = region_of(w, a, address)
     value = region.cells[a.size][off >> SHIFT[a.size]]
-    w.loaded[region.pe] += a.size
+    w.loaded[region.tally] += a.size
     if w.world.detector is not None:
         w.world.detector.access(w, a, region, off, None)
     if a.poll:
@@ -97,7 +97,7 @@ def load_many(w: Warp, a: Access, address: int) -> list[int]:
     """A vector of values from one address."""
     region, off = region_of(w, a, address)
     first = off >> SHIFT[a.size]
-    w.loaded[region.pe] += a.size * a.count
+    w.loaded[region.tally] += a.size * a.count
     if w.world.detector is not None:
         w.world.detector.access(w, a, region, off, None)
     values = region.cells[a.size][first : first + a.count].tolist()
@@ -162,7 +162,7 @@ def load_lanes(w: Warp, a: Access, address: np.ndarray, mask: np.ndarray | None)
             out[lanes] = raw
             raw = out
         got = np.ascontiguousarray(raw.view(f"u{size}").T)
-    w.loaded[region.pe] += len(off) * size * count
+    w.loaded[region.tally] += len(off) * size * count
     if w.world.detector is not None:
         w.world.detector.access(w, a, region, off, lanes)
     if a.poll:
@@ -190,7 +190,7 @@ def _load_slow(w: Warp, a: Access, address: np.ndarray, lanes: np.ndarray | None
         region, off = _lane_region(w, a, addr, lane)
         first = off >> SHIFT[a.size]
         out[:, lane] = region.views[a.size][first : first + a.count]
-        w.loaded[region.pe] += a.size * a.count
+        w.loaded[region.tally] += a.size * a.count
         if w.world.detector is not None:
             w.world.detector.access(w, a, region, np.array([off]), np.array([lane]))
     if a.poll:
@@ -222,7 +222,7 @@ def store(w: Warp, a: Access, address: int, values: list, mask: np.ndarray | Non
                 last = 31 if mask is None else int(np.flatnonzero(mask)[-1])
             v = int(v[last])
         cells[first + i] = v
-    w.stored[region.pe] += a.size * a.count
+    w.stored[region.tally] += a.size * a.count
     w.world.progress += 1
     if w.world.detector is not None:
         w.world.detector.access(w, a, region, off, mask)
@@ -243,7 +243,7 @@ def store_lanes(
         if lanes is not None and type(v) is np.ndarray:
             v = v[lanes]
         view[first + i if i else first] = v
-    w.stored[region.pe] += len(off) * size * count
+    w.stored[region.tally] += len(off) * size * count
     w.world.progress += 1
     if w.world.detector is not None:
         w.world.detector.access(w, a, region, off, lanes)
@@ -260,7 +260,7 @@ def _store_slow(
         first = off >> SHIFT[a.size]
         for j, v in enumerate(values):
             region.views[a.size][first + j] = v[lane] if type(v) is np.ndarray else v
-        w.stored[region.pe] += a.size * a.count
+        w.stored[region.tally] += a.size * a.count
         if w.world.detector is not None:
             w.world.detector.access(w, a, region, np.array([off]), np.array([lane]))
     w.world.progress += 1

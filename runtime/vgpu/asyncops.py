@@ -198,9 +198,9 @@ def submit_copy(
     op.track = (sr, so, n, dests)
     for region, _ in dests:
         if form == "s2g":
-            w.stored[region.pe] += n
+            w.stored[region.tally] += n
     if form == "g2s":
-        w.loaded[sr.pe] += n
+        w.loaded[sr.tally] += n
     if not done:
         groups_of(w, "bulk", lane).open.append(op)
     w.world.submit(op)
@@ -257,7 +257,7 @@ def cp_async(w: Warp, ins: Instruction, dst: Any, src: Any, size: int, used: Any
 
         op = AsyncOp(w, ins, "cp.async", reader, writer, [], lane)
         op.track = (sr, so, n, [(dr, do)])
-        w.loaded[sr.pe] += n
+        w.loaded[sr.tally] += n
         groups_of(w, "copy", lane).open.append(op)
         w.world.submit(op)
     w.world.count_async(ins, size * w.cur.bits.bit_count())

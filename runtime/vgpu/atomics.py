@@ -94,7 +94,7 @@ def atomic(w: Warp, a: Access, fn: Callable[..., int], address: Any, args: list,
             cells[at] = after
             changed = True
         old[lane] = before
-        w.stored[region.pe] += a.size
+        w.stored[region.tally] += a.size
         if w.world.detector is not None:
             w.world.detector.access(w, a, region, np.array([off]), np.array([lane]))
     if changed:

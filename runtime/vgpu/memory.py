@@ -31,7 +31,7 @@ class Region:
 
     __slots__ = (
         "array", "base", "cells", "data", "end", "itemsize", "kind", "name", "pe", "released",
-        "shadow", "shape", "views", "writable",
+        "shadow", "shape", "tally", "views", "writable",
     )  # fmt: skip
 
     def __init__(
@@ -40,6 +40,9 @@ class Region:
         self.base, self.end = base, base + len(data)
         self.data, self.name, self.pe, self.kind = data, name, pe, kind
         self.writable = bool(data.flags.writeable)
+        # Where a warp counts bytes of this region: one place per PE for global memory, the last
+        # for all that is on the chip.
+        self.tally = pe if kind == "global" else -1
         self.array: Any = None
         self.itemsize = 1
         self.shape: tuple[int, ...] = (len(data),)

@@ -71,7 +71,7 @@ def copy_and_release(w: Warp, ins: Instruction, target: Any, source: Any) -> Non
         w.world.detector.warp_sync(w, ins, w.cur.bits)
     data = from_region.data[from_off : from_off + BYTES]
     to_region.data[to_off : to_off + BYTES] = data
-    w.stored[to_region.pe] += BYTES
+    w.stored[to_region.tally] += BYTES
 
 
 def decode_replace(ins: Instruction, op: Opcode) -> Op:

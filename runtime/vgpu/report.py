@@ -17,6 +17,8 @@ class Report:
 
     ``bytes_by_pair[(src, dst)]`` counts bytes that moved from memory of PE ``src`` to PE ``dst``:
     loads and bulk loads count towards the reader, stores towards the owner of the memory.
+    ``read_by_role`` and ``written_by_role`` are bytes of global memory, own and peers', that a
+    role's instructions and copies asked for: what HBM and links would move without any cache.
     ``activity[(pe, cta, warp)]`` is a list of (start, end, kind) in ticks (warp instructions of
     the whole world); kind is ``run`` or what the warp waited for.
     """
@@ -24,6 +26,8 @@ class Report:
     warp_instructions: int = 0
     instructions_by_role: dict[str, int] = field(default_factory=dict)
     bytes_by_pair: dict[tuple[int, int], int] = field(default_factory=dict)
+    read_by_role: dict[str, int] = field(default_factory=dict)
+    written_by_role: dict[str, int] = field(default_factory=dict)
     wgmma_flops: int = 0
     tensor_load_bytes: int = 0
     async_ops: dict[str, int] = field(default_factory=dict)
@@ -52,14 +56,11 @@ def collect(world: World, seconds: float) -> Report:
         r.instructions_by_role[role] = r.instructions_by_role.get(role, 0) + w.icount
         r.roles[key] = role
         r.activity[key] = w.intervals
-    for pe in range(world.pes):
         for other in range(world.pes):
-            moved = world.loaded[pe][other]
-            if moved:
-                r.bytes_by_pair[other, pe] = r.bytes_by_pair.get((other, pe), 0) + moved
-            moved = world.stored[pe][other]
-            if moved:
-                r.bytes_by_pair[pe, other] = r.bytes_by_pair.get((pe, other), 0) + moved
+            _add(r.bytes_by_pair, (other, w.pe), w.loaded[other])
+            _add(r.bytes_by_pair, (w.pe, other), w.stored[other])
+        _add(r.read_by_role, role, sum(w.loaded[:-1]))
+        _add(r.written_by_role, role, sum(w.stored[:-1]))
     for name, (ops, nbytes) in world.async_counts.items():
         r.async_ops[name], r.async_bytes[name] = ops, nbytes
         if name.startswith("cp.async.bulk.tensor") and "mbarrier::complete_tx" in name:
@@ -70,6 +71,11 @@ def collect(world: World, seconds: float) -> Report:
     if world.detector is not None:
         r.findings = list(world.detector.findings)
     return r
+
+
+def _add(table: dict[Any, int], key: Any, nbytes: int) -> None:
+    if nbytes:
+        table[key] = table.get(key, 0) + nbytes
 
 
 def deadlock_text(world: World, why: str) -> str:

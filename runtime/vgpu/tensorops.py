@@ -71,7 +71,7 @@ def tensor_load(
             targets.append(cta.smem)
             at_bar = b if mask is None else (b & 0xFFFFFF) | r << 24
             done.append((mbarrier_at(w, ins, at_bar), nbytes))
-        w.loaded[region.pe] += plan.bytes_inside
+        w.loaded[region.tally] += plan.bytes_inside
         submit_load(w, ins, lane, (region, off, plan), where, targets, dests, done)
         world.count_async(ins, nbytes * len(ranks))
 
@@ -106,7 +106,7 @@ def tensor_store(
         if plan.extent and not region.writable:
             raise fault(w, Access(ins, "tensor", "global", 1), region.base + off, lane, "read-only")
         submit_store(w, ins, lane, (region, off, plan), s, desc, reduce)
-        w.stored[region.pe] += plan.bytes_inside
+        w.stored[region.tally] += plan.bytes_inside
         w.world.count_async(ins, plan.bytes_inside)
 
 

@@ -72,7 +72,8 @@ class Warp:
         self.last_states: dict[tuple[int, int], list] = {}
         self.params, self.param_base = cta.launch.params, cta.launch.param_base
         self.smem_base, self.globals = cta.smem_base, cta.launch.globals
-        self.loaded, self.stored = self.world.loaded[self.pe], self.world.stored[self.pe]
+        pes = self.world.pes
+        self.loaded, self.stored = [0] * (pes + 1), [0] * (pes + 1)
         self.special = self.specials()
         self.local = np.zeros((32, program.local_bytes), np.uint8)
         self.bulk_groups: dict[int, Any] = {}

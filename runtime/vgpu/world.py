@@ -81,8 +81,6 @@ class World:
         self.live_ctas: list[Cta] = []
         self.queued_ctas: deque[Cluster] = deque()
         self.all_warps: list[Warp] = []
-        self.loaded = [[0] * self.pes + [0] for _ in range(self.pes)]
-        self.stored = [[0] * self.pes + [0] for _ in range(self.pes)]
         self.async_counts: dict[str, list[int]] = {}
         self.progress = self.ticks = self.wgmma_flops = 0
         self.idle_rounds = self.idle_start = 0

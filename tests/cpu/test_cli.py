@@ -23,7 +23,8 @@ from megamoe.timeline import activity_of, draw_timeline, join_spans
 
 DEMO_KEYS = [
     "pes", "launches_per_pe", "max_abs_err", "bound", "within_bound", "rows", "bytes_between_pes",
-    "wgmma_flops", "warp_instructions", "seconds",
+    "wgmma_flops", "warp_instructions", "row_fetches", "bytes_read_by_role",
+    "bytes_written_by_role", "seconds",
 ]  # fmt: skip
 COMPILE_KEYS = [
     "registers", "spill_bytes", "smem_bytes", "setmaxnreg_kept", "mma_instructions",
@@ -70,6 +71,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *, fault: str = "") -> list[dict[s
                 "wgmma_flops": 5678,
                 "warp_instructions": 99,
                 "warp_instructions_by_role": {"load": 9, "math": 90},
+                "row_fetches": [7] * cfg.num_pes,
+                "bytes_read_by_role": {"load": 4321},
+                "bytes_written_by_role": {"math": 8765},
             },
             report=report(),
         )
@@ -94,8 +98,18 @@ def test_demo(pes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert result["rows"] == 10 * pes * (pes + 1) // 2
     assert (result["bytes_between_pes"], result["wgmma_flops"]) == (1234, 5678)
     assert result["warp_instructions"] == 99
+    assert result["row_fetches"] == 7 * pes
+    assert result["bytes_read_by_role"] == {"load": 4321}
+    assert result["bytes_written_by_role"] == {"math": 8765}
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    for text in ("functional simulation", "Hugging Face", "within its bound", "1,234", "math"):
+    for text in (
+        "functional simulation",
+        "Hugging Face",
+        "within its bound",
+        "1,234",
+        "math",
+        "4,321 / 0",
+    ):
         assert text in ran.output
     (call,) = calls
     assert call["seed"] == 3

@@ -107,10 +107,40 @@ def test_traffic_is_the_lower_bound_plus_little_metadata(combine):
     assert rows <= result.counters["bytes_between_pes"] < 1.02 * rows
 
 
+@pytest.mark.parametrize("mode", ["direct", "prereduced", "ring"])
+def test_bytes_of_each_role(mode):
+    """What a role reads and writes is what its work needs, and little more."""
+    features = {"hidden": 2048, "intermediate": 64, "top_k": 4, "combine": "direct"}
+    features |= {"ring": {"ring_rows": 256}, "prereduced": {"combine": mode}}.get(mode, {})
+    call = call_of(features, integers=True)
+    counters = run(call).counters
+    pairs = rows = 0
+    for ids_TK in call.inputs().topk_ids:
+        for token_ids in ids_TK.tolist():
+            owners = [call.cfg.placement[e][0] for e in token_ids if e >= 0]
+            pairs += len(set(owners))
+            rows += len(owners)
+    row_bytes = 2 * call.cfg.hidden
+    read, written = counters["bytes_read_by_role"], counters["bytes_written_by_role"]
+    fetches = rows if mode == "ring" else pairs
+    assert sum(counters["row_fetches"]) == fetches
+    assert fetches * row_bytes <= read["recv-and-place"] < 1.1 * fetches * row_bytes
+    assert rows * row_bytes <= written["recv-and-place"] < 1.1 * rows * row_bytes
+    # Results leave math once; h and pieces of unused rows come on top.
+    assert rows * row_bytes <= written["math"]
+    # All warps stage and count; what load reads besides are the experts in use and pool rows.
+    used = {e for ids_TK in call.inputs().topk_ids for e in ids_TK.flatten().tolist() if e >= 0}
+    expert_bytes = 2 * 2048 * (call.cfg.w13_rows + call.cfg.intermediate)
+    assert read["load"] >= len(used) * expert_bytes + rows * (row_bytes + 2 * 64)
+
+
 def test_a_ring_pool_fetches_again_but_computes_the_same():
     full = call_of({"top_k": 4}, integers=False)
     ring = call_of({"top_k": 4, "ring_rows": 256}, integers=False)
-    assert_same_bits(run(ring).y, run(full).y)
+    again, once = run(ring), run(full)
+    assert_same_bits(again.y, once.y)
+    assert again.counters["row_fetches"] == again.counters["rows"]
+    assert sum(once.counters["row_fetches"]) < sum(once.counters["rows"])
 
 
 def test_token_widths_change_no_bit():
