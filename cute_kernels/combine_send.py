@@ -14,7 +14,7 @@ from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.combine import WARP_BYTES, claim, store_sums, sum_columns
 from megamoe.cute_kernels.context import Context, lane
-from megamoe.cute_kernels.layout import ExpertCursor, block_prefix
+from megamoe.cute_kernels.layout import block_prefix, make_expert_cursor
 from megamoe.cute_kernels.problem import BLOCK_M
 from megamoe.cute_kernels.records import META_MASK, token_row
 from megamoe.cute_kernels.smem import BF16_BYTES, CTRL_SEND
@@ -85,7 +85,7 @@ def combine_send_role(c: Context):
     """The whole role of one warp."""
     ptx.mbarrier_wait(c.smem + c.shared.layout_ready, Int32(0))
     blocks = block_prefix(c, c.local_experts())
-    cursor = ExpertCursor(expert=Int32(0))
+    cursor = make_expert_cursor()
     block = claim(c, CTRL_SEND)
     while block < blocks:
         cursor.seek(c, block)

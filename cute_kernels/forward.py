@@ -108,6 +108,7 @@ class ForwardKernel:
             smem=self.shared.total,
             min_blocks_per_mp=1,
             cooperative=True,
+            cluster=(self.config.cluster_size, 1, 1) if self.config.cluster_size > 1 else None,
         )
 
     @cute.kernel
@@ -199,6 +200,9 @@ class ForwardKernel:
         # dispatch-send used the pipeline stages by generic accesses, and ended with a CTA barrier
         # wherever it did; TMA writes them next. Whoever issues a copy has fenced itself.
         ptx.fence_proxy_async_shared()
+        if cutlass.const_expr(config.cluster_size > 1):
+            # The partner's copies write to these stages, and it arrives at these barriers.
+            ptx.cluster_sync()
         if warp < config.service_warps:
             if cutlass.const_expr(config.reallocates):
                 cute.arch.setmaxregister_decrease(config.service_registers)

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megamoe.cute_kernels.arith import ceil_div
+from megamoe.cute_kernels.arith import ceil_div, round_up
 from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M, Problem
 
 SM_REGISTERS = 65536
 WARPGROUP_THREADS = 128
 BLOCKS_N = (256, 128, 64)
 MAX_SPLIT_K = 16
+CLUSTERS = ("none", "weights", "tokens")
 GROUP_ROWS = 64
 """Weight rows of one WGMMA, which belongs to one warpgroup."""
 
@@ -34,6 +35,9 @@ class KernelConfig:
             gate, half of those of fc1 are gate, half up.
         split_k: parts that the reduction of an fc2 tile is cut into (``split.py``); fp32 sums of
             parts are added in a fixed order, so results depend on it, but on nothing else.
+        cluster: what pairs of CTAs (clusters of 2) share by TMA multicast: ``"none"``, no pairs;
+            ``"weights"``: they work on two M-blocks of an expert; ``"tokens"``: on two weight
+            tiles of an M-block. Each then loads half of what is shared.
         token_widths: tokens a tile's WGMMA may cover; a tile takes the smallest that holds its
             valid rows. Multiples of 8, ascending, the last BLOCK_M.
         prefetch_tiles: weight k-tiles of a CTA's first tile that are brought to L2 while its
@@ -53,6 +57,7 @@ class KernelConfig:
     ring_slots: int = 3
     block_n: int = 256
     split_k: int = 1
+    cluster: str = "none"
     token_widths: tuple[int, ...] = (8, 16, 32, 64, BLOCK_M)
     prefetch_tiles: int = 8
     poll_sleep_ns: int = 64
@@ -73,6 +78,9 @@ class KernelConfig:
             need(low <= getattr(self, name) <= high, name, f"must be {low} to {high}")
         need(self.service_warps in (4, 8), "service_warps", "must be 4 or 8")
         need(self.block_n in BLOCKS_N, "block_n", f"must be one of {BLOCKS_N}")
+        need(self.cluster in CLUSTERS, "cluster", f"must be one of {CLUSTERS}")
+        alone = self.block_n == 256 and self.split_k == 1
+        need(alone or self.cluster == "none", "cluster", "needs block_n=256 and split_k=1")
         widths = self.token_widths
         ascending = all(a < b for a, b in itertools.pairwise((0, *widths)))
         ascending = ascending and all(width % 8 == 0 for width in widths)
@@ -112,6 +120,11 @@ class KernelConfig:
     def from_plain(cls, values: dict[str, Any]) -> "KernelConfig":
         """From ``asdict`` after a trip through JSON, which has no tuples."""
         return cls(**values | {"token_widths": tuple(values["token_widths"])})
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster; a grid is a multiple of it."""
+        return 1 if self.cluster == "none" else 2
 
     @property
     def place_warps(self) -> int:
@@ -170,6 +183,13 @@ def check_fits(p: Problem, config: KernelConfig) -> None:
         raise ValueError(f"block_n={config.block_n}: must be 256 in mode {p.mode!r}")
     if config.split_k > 1 and p.mode != "forward":
         raise ValueError(f"split_k={config.split_k}: must be 1 in mode {p.mode!r}")
+    if config.cluster != "none" and p.mode != "forward":
+        raise ValueError(f"cluster={config.cluster!r}: must be 'none' in mode {p.mode!r}")
+    if config.cluster == "weights" and p.ring_blocks:
+        raise ValueError(
+            f"cluster={config.cluster!r}: must be 'none' or 'tokens' with a ring pool (a pair of "
+            "blocks would wait for two places at once)"
+        )
     if config.split_k > ceil_div(p.intermediate, BLOCK_K):
         raise ValueError(
             f"split_k={config.split_k}: must be 1 to {ceil_div(p.intermediate, BLOCK_K)}, the "
@@ -197,9 +217,14 @@ def fc1_tiles(p: Problem, config: KernelConfig) -> int:
     """Tiles of one M-block's first GEMM; in a forward with a gate, half of their ``block_n``
     weight rows are gate, half up."""
     halves = 2 if p.gated and not p.backward else 1
-    return ceil_div(p.intermediate, config.block_n // halves)
+    return _paired(config, ceil_div(p.intermediate, config.block_n // halves))
 
 
 def fc2_tiles(p: Problem, config: KernelConfig) -> int:
     """Tiles of one M-block's second GEMM."""
-    return ceil_div(p.hidden, config.block_n)
+    return _paired(config, ceil_div(p.hidden, config.block_n))
+
+
+def _paired(config: KernelConfig, tiles: int) -> int:
+    """With shared tokens, tiles of a block come in pairs; the last may be outside."""
+    return round_up(tiles, 2) if config.cluster == "tokens" else tiles

@@ -13,10 +13,10 @@ from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context
 from megamoe.cute_kernels.kernel_config import alternating_octets
-from megamoe.cute_kernels.layout import ExpertCursor, tiles_of, token_width
+from megamoe.cute_kernels.layout import make_expert_cursor, tiles_of, token_width
 from megamoe.cute_kernels.pipelines import (
     StagePosition,
-    empty_barrier,
+    await_empty,
     full_barrier,
     make_position,
 )
@@ -40,13 +40,25 @@ ROW_BYTES = BLOCK_K * BF16_BYTES
 
 
 @cute.jit
+def copy_box(
+    c: Context, half: cutlass.Constexpr[int], target: Int32, weights: Int64, box, full: Int32
+):
+    """One box of weights of half ``half`` of the tile. Where a pair of CTAs shares weights, each
+    loads one half for both."""
+    if cutlass.const_expr(c.config.cluster != "weights"):
+        ptx.tma_load_4d(target, weights, box[0], box[1], box[2], box[3], full)
+    elif (c.cta & 1) == half:
+        ptx.tma_load_4d_to_pair(target, weights, box[0], box[1], box[2], box[3], full)
+
+
+@cute.jit
 def copy_rows_of_k(
     c: Context, a: Int32, weights: Int64, k: Int32, rows, parts, expert: Int32, full: Int32
 ):
     """K-major storage: one box of 128 (or ``block_n``) rows for each half of the tile."""
     for half in cutlass.range_constexpr(c.config.halves):
         target = a + half * (HALF * ROW_BYTES)
-        ptx.tma_load_4d(target, weights, k, rows[half], parts[half], expert, full)
+        copy_box(c, half, target, weights, (k, rows[half], parts[half], expert), full)
 
 
 @cute.jit
@@ -58,7 +70,7 @@ def copy_transposed(
         half = slot // 2
         row = rows[half] + (slot % 2) * SLOT_ROWS
         target = a + slot * SLOT_BYTES
-        ptx.tma_load_4d(target, weights, row, k, parts[half], expert, full)
+        copy_box(c, half, target, weights, (row, k, parts[half], expert), full)
 
 
 @cute.jit
@@ -70,7 +82,8 @@ def copy_paired(
     halves = c.config.halves
     for slot in cutlass.range_constexpr(c.config.block_n // SLOT_ROWS):
         raw = row + ((slot % 2) * halves + slot // 2) * SLOT_ROWS
-        ptx.tma_load_4d(a + slot * SLOT_BYTES, weights, raw, k, Int32(0), expert, full)
+        box = (raw, k, Int32(0), expert)
+        copy_box(c, slot // 2, a + slot * SLOT_BYTES, weights, box, full)
 
 
 @cute.jit
@@ -115,14 +128,34 @@ def copy_weights(
 
 @cute.jit
 def copy_tokens(
-    b: Int32, wide: Int64, narrow: Int64, k: Int32, row: Int32, width: Int32, full: Int32
+    c: Context,
+    b: Int32,
+    wide: Int64,
+    narrow: Int64,
+    k: Int32,
+    row: Int32,
+    width: Int32,
+    full: Int32,
 ):
-    """``width`` pool rows: boxes of 64, the rest in boxes of 8."""
-    boxes = width // WIDE_ROWS
-    for i in cutlass.range(boxes, unroll=1):
-        ptx.tma_load_2d(b + i * (WIDE_ROWS * ROW_BYTES), wide, k, row + i * WIDE_ROWS, full)
-    for i in cutlass.range(boxes * (WIDE_ROWS // NARROW_ROWS), width // NARROW_ROWS, unroll=1):
-        ptx.tma_load_2d(b + i * (NARROW_ROWS * ROW_BYTES), narrow, k, row + i * NARROW_ROWS, full)
+    """``width`` pool rows: boxes of 64, the rest in boxes of 8. Where a pair of CTAs shares tokens,
+    the first half of the boxes of 8 (rounded up) is the first's, the rest the second's."""
+    shared = c.config.cluster == "tokens"
+    copy = ptx.tma_load_2d_to_pair if shared else ptx.tma_load_2d
+    first = Int32(0)
+    last = width // NARROW_ROWS
+    if cutlass.const_expr(shared):
+        middle = (last + 1) // 2
+        if c.cta % 2 == 0:
+            last = middle
+        else:
+            first = middle
+    wide_boxes = (last - first) // (WIDE_ROWS // NARROW_ROWS)
+    for i in cutlass.range(wide_boxes, unroll=1):
+        at = first * NARROW_ROWS + i * WIDE_ROWS
+        copy(b + at * ROW_BYTES, wide, k, row + at, full)
+    for i in cutlass.range(first + wide_boxes * (WIDE_ROWS // NARROW_ROWS), last, unroll=1):
+        at = i * NARROW_ROWS
+        copy(b + at * ROW_BYTES, narrow, k, row + at, full)
 
 
 @cute.jit
@@ -145,7 +178,7 @@ def load_tile(
     row = c.stored_block(block) * BLOCK_M
     nbytes = Int32(a_stage_bytes(c.config)) + width * ROW_BYTES
     for k_tile in cutlass.range(k_tiles, unroll=1):
-        ptx.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
+        await_empty(c, position)
         full = full_barrier(c, position.stage)
         a = c.smem + c.shared.a + position.stage * a_stage_bytes(c.config)
         b = c.smem + c.shared.b + position.stage * B_STAGE_BYTES
@@ -153,7 +186,7 @@ def load_tile(
         with cute.arch.elect_one():
             ptx.mbarrier_arrive_expect_tx(full, nbytes)
             copy_weights(c, a, phase, k, n, expert, full)
-            copy_tokens(b, wide, narrow, k, row, width, full)
+            copy_tokens(c, b, wide, narrow, k, row, width, full)
         position.advance()
     return position
 
@@ -192,53 +225,56 @@ def load_role(c: Context):
             ptx.fence_tensormap_acquire(c.map(name))
             ptx.prefetch_tensormap(c.map(name))
     tiles = tiles_of(c)
-    fc1_expert = ExpertCursor(expert=Int32(0))
-    fc2_expert = ExpertCursor(expert=Int32(0))
+    fc1_expert = make_expert_cursor()
+    fc2_expert = make_expert_cursor()
     position = make_position(c.config.stages)
     first = Int32(1)
     tiles.advance()
     while tiles.valid == 1:
         expert = Int32(0)
+        block = Int32(0)
         rows = Int32(0)
         if tiles.phase == TilePhase.FC1:
-            fc1_expert.seek(c, tiles.block)
+            fc1_expert.seek_tile(c, tiles.block)
             expert = fc1_expert.expert
-            rows = fc1_expert.rows(c, tiles.block)
+            block = fc1_expert.block
+            rows = fc1_expert.rows(c, block)
             if first == 1:
                 prefetch_weights(c, expert, tiles.n)
-            wait_at_least(
-                c.guard,
-                c.counter("x_ready", tiles.block),
-                rows,
-                "gpu",
-                int(Phase.X_READY),
-                c.pe,
-                tiles.block,
-            )
+            if rows > 0:
+                wait_at_least(
+                    c.guard,
+                    c.counter("x_ready", block),
+                    rows,
+                    "gpu",
+                    int(Phase.X_READY),
+                    c.pe,
+                    block,
+                )
         else:
-            fc2_expert.seek(c, tiles.block)
+            fc2_expert.seek_tile(c, tiles.block)
             expert = fc2_expert.expert
-            rows = fc2_expert.rows(c, tiles.block)
-            wait_at_least(
-                c.guard,
-                c.counter("h_ready", tiles.block),
-                Int32(c.h_target()),
-                "gpu",
-                int(Phase.H_READY),
-                c.pe,
-                tiles.block,
-            )
+            block = fc2_expert.block
+            rows = fc2_expert.rows(c, block)
+            if rows > 0:
+                wait_at_least(
+                    c.guard,
+                    c.counter("h_ready", block),
+                    Int32(c.h_target()),
+                    "gpu",
+                    int(Phase.H_READY),
+                    c.pe,
+                    block,
+                )
         first = Int32(0)
         # The rows were written by copies or TMA stores of other CTAs (announced with release);
         # the acquire above is generic, the reads below are asynchronous. Every lane has polled
         # and fences itself, so it does not matter which one is elected to issue the copies.
         ptx.fence_proxy_async_global()
         width = token_width(c, rows)
-        position = load_tile(
-            c, position, tiles.phase, expert, tiles.block, tiles.n, tiles.part, width
-        )
+        position = load_tile(c, position, tiles.phase, expert, block, tiles.n, tiles.part, width)
         tiles.advance()
     # Leave no copy in flight: wait until math has released every stage.
     for _ in cutlass.range(c.config.stages, unroll=1):
-        ptx.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
+        await_empty(c, position)
         position.advance()

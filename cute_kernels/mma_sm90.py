@@ -17,7 +17,7 @@ from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.fc1_epilogue import fc1_epilogue
 from megamoe.cute_kernels.fc2_epilogue import fc2_epilogue
-from megamoe.cute_kernels.layout import ExpertCursor, tiles_of, token_width
+from megamoe.cute_kernels.layout import make_expert_cursor, tiles_of, token_width
 from megamoe.cute_kernels.pipelines import (
     StagePosition,
     empty_barrier,
@@ -65,10 +65,13 @@ def operand(c: Context, offset: int, rows: int, transposed: bool, stage_elements
 
 
 @cute.jit
-def release(c: Context, stage: Int32):
-    """This warp no longer reads ``stage``."""
-    if lane() == 0:
-        ptx.mbarrier_arrive(empty_barrier(c, stage))
+def release(c: Context, stage: Int32, ctas: cutlass.Constexpr[int] = 1):
+    """This warp no longer reads ``stage``, which ``ctas`` CTAs of the cluster load."""
+    if cutlass.const_expr(ctas == 1):
+        if lane() == 0:
+            ptx.mbarrier_arrive(empty_barrier(c, stage))
+    elif lane() < ctas:
+        ptx.mbarrier_arrive_at(empty_barrier(c, stage), lane())
 
 
 @cute.jit
@@ -101,11 +104,21 @@ def main_loop(
         warpgroup.commit_group()
         warpgroup.wait_group(1)
         if previous >= 0:
-            release(c, previous)
+            release(c, previous, c.config.cluster_size)
         previous = position.stage
         position.advance()
     warpgroup.wait_group(0)
-    release(c, previous)
+    release(c, previous, c.config.cluster_size)
+    return position
+
+
+@cute.jit
+def pass_by(c: Context, position: StagePosition, k_tiles: Int32) -> StagePosition:
+    """Take a tile's stages without a product: the CTA's partner needs them (``"weights"``)."""
+    for _ in cutlass.range(k_tiles, unroll=1):
+        ptx.mbarrier_wait(full_barrier(c, position.stage), position.parity)
+        release(c, position.stage, c.config.cluster_size)
+        position.advance()
     return position
 
 
@@ -135,8 +148,8 @@ def math_role(c: Context, math_thread: Int32):
     thread = math_thread % GROUP_THREADS
     acc = cute.make_rmem_tensor((HALF_ACCUMULATORS * c.config.halves,), Float32)
     tiles = tiles_of(c)
-    fc1_expert = ExpertCursor(expert=Int32(0))
-    fc2_expert = ExpertCursor(expert=Int32(0))
+    fc1_expert = make_expert_cursor()
+    fc2_expert = make_expert_cursor()
     position = make_position(c.config.stages)
     tiles.advance()
     while tiles.valid == 1:
@@ -144,15 +157,18 @@ def math_role(c: Context, math_thread: Int32):
         # step makes ptxas serialise WGMMA (C7511).
         acc.fill(0.0)
         expert = Int32(0)
+        block = Int32(0)
         rows = Int32(0)
         if tiles.phase == TilePhase.FC1:
-            fc1_expert.seek(c, tiles.block)
+            fc1_expert.seek_tile(c, tiles.block)
             expert = fc1_expert.expert
-            rows = fc1_expert.rows(c, tiles.block)
+            block = fc1_expert.block
+            rows = fc1_expert.rows(c, block)
         else:
-            fc2_expert.seek(c, tiles.block)
+            fc2_expert.seek_tile(c, tiles.block)
             expert = fc2_expert.expert
-            rows = fc2_expert.rows(c, tiles.block)
+            block = fc2_expert.block
+            rows = fc2_expert.rows(c, block)
         width = token_width(c, rows)
         _, k_tiles = k_range(c, tiles.phase, tiles.part)
         # Unrolled (H and I ≤ 64), the loop would have its zeros written after wgmma.fence.
@@ -163,14 +179,16 @@ def math_role(c: Context, math_thread: Int32):
             position = accumulate(c, acc, math_thread, position, k_tiles, width, p.w13_transposed)
         else:
             position = accumulate(c, acc, math_thread, position, k_tiles, width, p.w2_transposed)
-        if tiles.phase == TilePhase.FC1:
-            fc1_epilogue(c, acc, thread, group, expert, tiles.block, tiles.n, rows)
-        else:
-            complete = Int32(1)
-            if cutlass.const_expr(c.config.split_k > 1):
-                complete = complete_tile(
-                    c, acc, thread, group, tiles.block, tiles.n, tiles.part, rows
-                )
-            if complete == 1:
-                fc2_epilogue(c, acc, thread, group, expert, tiles.block, tiles.n, rows)
+        work = Int32(1)
+        if cutlass.const_expr(c.config.cluster == "weights"):
+            work = Int32(rows > 0)
+            if work == 0:
+                position = pass_by(c, position, k_tiles)
+        if cutlass.const_expr(c.config.split_k > 1):
+            if tiles.phase == TilePhase.FC2:
+                work = complete_tile(c, acc, thread, group, block, tiles.n, tiles.part, rows)
+        if (work == 1) & (tiles.phase == TilePhase.FC1):
+            fc1_epilogue(c, acc, thread, group, expert, block, tiles.n, rows)
+        elif work == 1:
+            fc2_epilogue(c, acc, thread, group, expert, block, tiles.n, rows)
         tiles.advance()

@@ -47,22 +47,36 @@ def empty_barrier(c: Context, stage: Int32) -> Int32:
 
 
 @cute.jit
+def await_empty(c: Context, position: StagePosition):
+    """The producer's wait until every consumer of the stage has released it."""
+    if cutlass.const_expr(c.config.cluster_size == 1):
+        ptx.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
+    else:
+        done = Int32(0)
+        while done == 0:
+            barrier = empty_barrier(c, position.stage)
+            done = ptx.mbarrier_try_wait_cluster(barrier, position.parity ^ 1)
+
+
+@cute.jit
 def init_stages(
     c_smem: Int32,
     shared: cutlass.Constexpr,
     stages: cutlass.Constexpr[int],
-    math_warps: cutlass.Constexpr[int],
+    arrivals: cutlass.Constexpr[int],
 ):
     """Initialise the stage ring's mbarriers; one thread, which fences afterwards."""
     for stage in cutlass.range_constexpr(stages):
         ptx.mbarrier_init(c_smem + shared.full + stage * 8, 1)
-        ptx.mbarrier_init(c_smem + shared.empty + stage * 8, math_warps)
+        ptx.mbarrier_init(c_smem + shared.empty + stage * 8, arrivals)
 
 
 @cute.jit
 def init_barriers(c_smem: Int32, shared: cutlass.Constexpr, config: cutlass.Constexpr):
     """Initialise all mbarriers of the CTA; one thread."""
-    init_stages(c_smem, shared, config.stages, config.math_warps)
+    # A stage is free once the math warps of all CTAs that it is loaded for have released it.
+    arrivals = config.math_warps * config.cluster_size
+    init_stages(c_smem, shared, config.stages, arrivals)
     for slot in cutlass.range_constexpr(config.place_warps * config.ring_slots):
         ptx.mbarrier_init(c_smem + shared.ring_full + slot * 8, 1)
     ptx.mbarrier_init(c_smem + shared.layout_ready, 1)

@@ -319,6 +319,24 @@ def tma_load_2d(smem: Int32, map_address: Int64, c0, c1, mbarrier: Int32) -> Non
     )
 
 
+def tma_load_4d_to_pair(smem: Int32, map_address: Int64, c0, c1, c2, c3, mbarrier: Int32) -> None:
+    """As ``tma_load_4d``, to the same place in both CTAs of a cluster, on the barrier of each."""
+    inline_ptx(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}}], [{$r6}], 3;",
+        read_only_args=[smem, map_address, c0, c1, c2, c3, mbarrier],
+    )
+
+
+def tma_load_2d_to_pair(smem: Int32, map_address: Int64, c0, c1, mbarrier: Int32) -> None:
+    """As ``tma_load_2d``, to the same place in both CTAs of a cluster, on the barrier of each."""
+    inline_ptx(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [{$r0}], [{$r1}, {{$r2}, {$r3}}], [{$r4}], 3;",
+        read_only_args=[smem, map_address, c0, c1, mbarrier],
+    )
+
+
 def tma_prefetch_4d(map_address: Int64, c0, c1, c2, c3) -> None:
     """Bring the box at ``(c0 innermost … c3)`` to L2."""
     inline_ptx(
@@ -401,6 +419,32 @@ def mbarrier_arrive_expect_tx(mbarrier: Int32, nbytes) -> None:
         "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [{$r0}], {$r1};",
         read_only_args=[mbarrier, nbytes],
     )
+
+
+def mbarrier_arrive_at(mbarrier: Int32, rank: Int32) -> None:
+    """One arrival at CTA ``rank``'s barrier of the same place, release at cluster scope."""
+    inline_ptx(
+        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, {$r0}, {$r1};"
+        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }",
+        read_only_args=[mbarrier, rank],
+    )
+
+
+def mbarrier_try_wait_cluster(mbarrier: Int32, parity: Int32) -> Int32:
+    """1 once the phase of ``parity`` is complete, acquire at cluster scope; may suspend."""
+    return inline_ptx(
+        "{ .reg .pred p;"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [{$r0}], {$r1};"
+        " selp.b32 {$w0}, 1, 0, p; }",
+        write_only_types=[Int32],
+        read_only_args=[mbarrier, parity],
+    )
+
+
+def cluster_sync() -> None:
+    """Barrier of all threads of a cluster: what each did before is visible to all after."""
+    inline_ptx("barrier.cluster.arrive.release.aligned;")
+    inline_ptx("barrier.cluster.wait.acquire.aligned;")
 
 
 def mbarrier_wait(mbarrier: Int32, parity: Int32) -> None:

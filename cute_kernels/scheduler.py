@@ -35,6 +35,8 @@ class TileScheduler:
         lag: blocks between fc1 and fc2 (clipped to ``blocks``).
         phase, block, n, part, valid: the current tile and, of fc2 tiles, the part of its
             reduction; ``valid`` is 0 after the last.
+        pair: 1 if pairs of CTAs take two neighbouring tiles of a block, else 0; ``rank`` of the
+            CTA in its pair. ``item`` and ``stride`` then count pairs.
         fc2_parts: parts of an fc2 tile, items of their own side by side.
     """
 
@@ -50,20 +52,23 @@ class TileScheduler:
     fc1_tiles: cutlass.Constexpr[int]
     fc2_tiles: cutlass.Constexpr[int]
     fc2_parts: cutlass.Constexpr[int]
+    pair: cutlass.Constexpr[int]
+    rank: Int32
 
     @cute.jit
     def advance(self):
         """Decode ``item`` and step to this CTA's next."""
         rest = self.item
-        head = self.lag * self.fc1_tiles
-        fc2_items = self.fc2_tiles * self.fc2_parts
-        per_step = self.fc1_tiles + fc2_items
+        fc1_items = self.fc1_tiles >> self.pair
+        head = self.lag * fc1_items
+        fc2_items = (self.fc2_tiles >> self.pair) * self.fc2_parts
+        per_step = fc1_items + fc2_items
         middle = (self.blocks - self.lag) * per_step
         self.phase = Int32(TilePhase.FC1)
         self.valid = Int32(1)
         if rest < head:
-            self.block = rest // self.fc1_tiles
-            self.n = rest - self.block * self.fc1_tiles
+            self.block = rest // fc1_items
+            self.n = rest - self.block * fc1_items
         else:
             rest = rest - head
             if rest < middle:
@@ -71,10 +76,10 @@ class TileScheduler:
                 within = rest - step * per_step
                 self.block = step + self.lag
                 self.n = within
-                if within >= self.fc1_tiles:
+                if within >= fc1_items:
                     self.phase = Int32(TilePhase.FC2)
                     self.block = step
-                    self.n = within - self.fc1_tiles
+                    self.n = within - fc1_items
             else:
                 rest = rest - middle
                 step = rest // fc2_items
@@ -87,6 +92,8 @@ class TileScheduler:
             if self.phase == TilePhase.FC2:
                 self.part = self.n % self.fc2_parts
                 self.n = self.n // self.fc2_parts
+        if cutlass.const_expr(self.pair == 1):
+            self.n = self.n * 2 + self.rank
         self.item = self.item + self.stride
 
 
@@ -99,11 +106,14 @@ def make_scheduler(
     fc2_tiles: cutlass.Constexpr[int],
     lag_waves: cutlass.Constexpr[int],
     max_lag: cutlass.Constexpr[int],
-    fc2_parts: cutlass.Constexpr[int] = 1,
+    fc2_parts: cutlass.Constexpr[int],
+    pair: cutlass.Constexpr[int],
+    rank: Int32,
 ) -> TileScheduler:
     """A scheduler at its first item; the lag is ``lag_waves`` waves of fc1 tiles, in blocks, at
     most ``max_lag`` (with a ring pool, one less than its blocks)."""
-    lag = (grid * lag_waves + fc1_tiles - 1) // fc1_tiles
+    fc1_items = fc1_tiles >> pair
+    lag = (grid * lag_waves + fc1_items - 1) // fc1_items
     if lag > max_lag:
         lag = Int32(max_lag)
     if lag > blocks:
@@ -121,4 +131,6 @@ def make_scheduler(
         fc1_tiles=fc1_tiles,
         fc2_tiles=fc2_tiles,
         fc2_parts=fc2_parts,
+        pair=pair,
+        rank=rank,
     )

@@ -138,8 +138,23 @@ class CudaDevice:
         """CTAs of an image that one PE may launch here."""
         with self.guard():
             _, function = _loaded(self, image)
-            per_sm = self.driver.resident_ctas(function, image.threads, image.smem_bytes)
-        return per_sm * self.sms // self.sharers
+            cluster = image.config.cluster_size
+            if cluster > 1:
+                config = self._launch_config(image, cluster)
+                resident = cluster * self.driver.resident_clusters(function, config)
+            else:
+                per_sm = self.driver.resident_ctas(function, image.threads, image.smem_bytes)
+                resident = per_sm * self.sms
+        return resident // self.sharers
+
+    def _launch_config(self, image: Image, grid: int) -> Any:
+        return self.driver.launch_config(
+            grid=grid,
+            threads=image.threads,
+            smem_bytes=image.smem_bytes,
+            cooperative=self.sharers == 1,
+            cluster=image.config.cluster_size,
+        )
 
     def prepare(self, image: Image, *, grid: int) -> CudaLaunch:
         self.check(image)
@@ -150,14 +165,14 @@ class CudaDevice:
                 f"grid={grid}: GPU {self.index} ({self.name}) holds 1 to {limit} CTAs of this "
                 f"kernel at once ({self.sms} SMs{shared}); waits between CTAs need all resident"
             )
+        if grid % image.config.cluster_size:
+            raise LaunchRefused(
+                f"grid={grid}: must be a multiple of {image.config.cluster_size}, the CTAs of a "
+                "cluster of this kernel"
+            )
         with self.guard():
             _, function = _loaded(self, image)
-        config = self.driver.launch_config(
-            grid=grid,
-            threads=image.threads,
-            smem_bytes=image.smem_bytes,
-            cooperative=self.sharers == 1,
-        )
+        config = self._launch_config(image, grid)
         return CudaLaunch(self, image, function, config)
 
     def synchronize(self) -> None:

@@ -104,6 +104,10 @@ class Driver:
         name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
         return int(self.call(name, function, threads, smem_bytes))
 
+    def resident_clusters(self, function: Any, config: Any) -> int:
+        """Clusters of a launch configuration that fit the GPU at once."""
+        return int(self.call("cuOccupancyMaxActiveClusters", function, config))
+
     def launch_config(
         self, *, grid: int, threads: int, smem_bytes: int, cooperative: bool, cluster: int = 1
     ) -> Any:

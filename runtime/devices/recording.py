@@ -153,6 +153,15 @@ class RecordingApi:
         self._entries[int(function)] = name.decode()
         return (function,)
 
+    def _cuOccupancyMaxActiveClusters(self, function: Any, config: Any) -> tuple[Any, ...]:
+        (size,) = [
+            attribute.value.clusterDim.x
+            for attribute in config.attrs
+            if attribute.id.name.endswith("CLUSTER_DIMENSION")
+        ]
+        sms = self.attributes["MULTIPROCESSOR_COUNT"]
+        return (self.resident_ctas * sms // size,)
+
     def _cuOccupancyMaxActiveBlocksPerMultiprocessor(self, *arguments: Any) -> tuple[Any, ...]:
         return (self.resident_ctas,)
 

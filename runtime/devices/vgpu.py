@@ -105,7 +105,7 @@ class VgpuLaunch:
             kernel=self._kernel,
             grid=(self._grid, 1, 1),
             block=(self._image.threads, 1, 1),
-            cluster=(1, 1, 1),
+            cluster=(self._image.config.cluster_size, 1, 1),
             smem=self._image.smem_bytes,
             args=split_block(self._image, block),
             roles=self._device.roles,

@@ -4,6 +4,7 @@ cuda-python and the driver's documented rules (CASES J7, J8, X7, S7, G2)."""
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -334,3 +335,15 @@ def test_a_report_is_waited_for_only_when_there_is_one():
         with pytest.raises(MegaMoETimeout, match="rebuild"):
             session.launch(bound, **given)
     assert len(api.launches) == 1
+
+
+def test_clusters_are_asked_for_and_grids_are_whole_clusters():
+    api = api_of()
+    image = replace(stub_image(), config=KernelConfig(cluster="weights"))
+    gpu = device(api)
+    with pytest.raises(LaunchRefused, match=r"grid=5: must be a multiple of 2"):
+        gpu.prepare(image, grid=5)
+    with pytest.raises(LaunchRefused, match=r"grid=134: .* holds 1 to 132 CTAs"):
+        gpu.prepare(image, grid=134)
+    gpu.prepare(image, grid=4)(bytes(image.parameters[-1].offset + 8))
+    assert "CLUSTER_DIMENSION" in " ".join(api.launches[0].attributes)

@@ -21,9 +21,13 @@ def walk(
     lag_waves: cutlass.Constexpr[int],
     max_lag: cutlass.Constexpr[int],
     fc2_parts: cutlass.Constexpr[int],
+    pair: cutlass.Constexpr[int],
+    rank: Int32,
 ):
     """All items of one CTA into ``out[:, (phase, block, n, part)]``."""
-    tiles = make_scheduler(cta, grid, blocks, fc1_tiles, fc2_tiles, lag_waves, max_lag, fc2_parts)
+    tiles = make_scheduler(
+        cta, grid, blocks, fc1_tiles, fc2_tiles, lag_waves, max_lag, fc2_parts, pair, rank
+    )
     tiles.advance()
     i = Int32(0)
     while tiles.valid == 1:
@@ -36,8 +40,9 @@ def walk(
     count[0] = i
 
 
-def items(cta, grid, blocks, fc1_tiles, fc2_tiles, lag_waves=1, max_lag=1000, parts=1):
-    """(phase, block, n) of a CTA's items; with ``parts`` > 1 also the part."""
+def items(cta, grid, blocks, fc1_tiles, fc2_tiles, lag_waves=1, max_lag=1000, parts=1, rank=None):
+    """(phase, block, n) of a CTA's items; with ``parts`` > 1 also the part; with a
+    ``rank``, of a CTA of pair ``cta`` of ``grid`` pairs."""
     out = np.full((blocks * (fc1_tiles + fc2_tiles * parts) + 1, 4), -1, np.int32)
     count = np.zeros(1, np.int32)
     walk(
@@ -51,6 +56,8 @@ def items(cta, grid, blocks, fc1_tiles, fc2_tiles, lag_waves=1, max_lag=1000, pa
         lag_waves,
         max_lag,
         parts,
+        int(rank is not None),
+        Int32(rank or 0),
     )
     return [tuple(row) for row in out[: count[0], : 3 if parts == 1 else 4].tolist()]
 
@@ -101,3 +108,11 @@ def test_parts_of_a_tile_lie_side_by_side():
     listed = [order[i % 4][i // 4] for i in range(7)]
     fc1, fc2 = int(TilePhase.FC1), int(TilePhase.FC2)
     assert listed == [(fc1, 0, 0, 0)] + [(fc2, 0, n, part) for n in range(2) for part in range(3)]
+
+
+def test_pairs_take_neighbouring_tiles():
+    """Two CTAs of a pair walk the same blocks and phases in step, one on even n, one on odd."""
+    first, second = (items(1, 3, blocks=4, fc1_tiles=4, fc2_tiles=6, rank=rank) for rank in (0, 1))
+    assert len(first) > 3
+    assert second == [(phase, block, n + 1) for phase, block, n in first]
+    assert {n % 2 for _, _, n in first} == {0}

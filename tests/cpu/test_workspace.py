@@ -123,6 +123,8 @@ def test_problem_refuses(changes, text):
         ({"math_registers": 232}, "math_registers=232: .* exceed the 64512"),
         ({"service_registers": 240}, "service_registers=240: .* from 24 to 168"),
         ({"service_warps": 8}, "math_registers=224: .* 71680 registers; they exceed the 65536"),
+        ({"cluster": "rows"}, "cluster='rows': must be one of"),
+        ({"cluster": "tokens", "split_k": 2}, "cluster='tokens': needs block_n=256 and split_k=1"),
         ({"split_k": 17}, "split_k=17: must be 1 to 16"),
         ({"block_n": 96}, "block_n=96: must be one of .256, 128, 64."),
         ({"service_warps": 6}, "service_warps=6: must be 4 or 8"),
@@ -138,6 +140,11 @@ def test_config_refuses(changes, text):
 def test_a_split_needs_a_k_tile_for_every_part():
     with pytest.raises(ValueError, match=r"split_k=5: must be 1 to 4, .*intermediate=256"):
         SharedMap.of(problem(intermediate=256), KernelConfig(split_k=5))
+
+
+def test_a_ring_pool_cannot_share_weights():
+    with pytest.raises(ValueError, match="cluster='weights': must be 'none' or 'tokens'"):
+        SharedMap.of(problem(ring_blocks=2), KernelConfig(cluster="weights"))
 
 
 def test_a_split_adds_regions_at_the_end():

@@ -38,6 +38,12 @@ TILES: dict[str, tuple[dict, dict]] = {
         {"block_n": 128},
     ),
     "no_gate": ({"w2_transposed": True, "fc1_bias": True}, {"block_n": 64}),
+    "shared_weights": ({"combine": "prereduced"}, {"cluster": "weights"}),
+    "shared_tokens": ({"ring_rows": 256, "w2_transposed": True}, {"cluster": "tokens"}),
+    "shared_paired_weights": (
+        {"w13_layout": "interleaved", "w13_transposed": True, "w2_transposed": True},
+        {"cluster": "weights", "token_widths": (32, 128)},
+    ),
     "split": ({}, {"split_k": 2}),
     "narrow_split": ({"fc2_bias": True}, {"split_k": 4, "block_n": 64}),
     "split_ring": ({"combine": "prereduced", "ring_rows": 256}, {"split_k": 3, "block_n": 128}),
@@ -71,7 +77,8 @@ def test_other_tiles_of_every_storage(name):
     """Under the race detector, on integers, with tails of rows, columns and k."""
     features, changes = TILES[name]
     activation = "relu2" if name == "no_gate" else "relu"
-    case = Case(name=name, activation=activation, features=tuple(features.items()), **ODD)
+    odd = ODD | {"grid": 4} if "cluster" in changes else ODD
+    case = Case(name=name, activation=activation, features=tuple(features.items()), **odd)
     problem = kernel_problem(case.cfg)
     config = replace(default_config(problem), stages=4, **changes)
     image = compile_forward(problem=problem, config=config)
