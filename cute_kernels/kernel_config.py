@@ -228,3 +228,28 @@ def fc2_tiles(p: Problem, config: KernelConfig) -> int:
 def _paired(config: KernelConfig, tiles: int) -> int:
     """With shared tokens, tiles of a block come in pairs; the last may be outside."""
     return round_up(tiles, 2) if config.cluster == "tokens" else tiles
+
+
+def tiles_for(p: Problem, sms: int) -> tuple[int, int]:
+    """``block_n`` and ``split_k`` that keep ``sms`` SMs busy in calls of ``p.max_tokens`` tokens.
+
+    Narrower tiles until the fc2 tiles of the expected blocks are two waves; where that is not
+    enough, a split over K up to one and a half waves (parts cost L2 traffic), of at least 8 k-tiles
+    each. Rows are expected to be spread evenly: ``max_tokens · top_k`` of them on a PE.
+    """
+    if p.mode != "forward":
+        return BLOCKS_N[0], 1
+    rows = p.max_tokens * p.top_k
+    experts = min(p.experts_per_pe, rows)
+    blocks = experts * ceil_div(ceil_div(rows, experts), BLOCK_M)
+    narrow = not p.gated or not p.w13_transposed or p.paired_rows
+    block_n = BLOCKS_N[0]
+    for narrower in BLOCKS_N[1:]:
+        if narrow and blocks * ceil_div(p.hidden, block_n) < 2 * sms:
+            block_n = narrower
+    items = blocks * ceil_div(p.hidden, block_n)
+    split_k = 1
+    most = min(MAX_SPLIT_K, ceil_div(p.intermediate, BLOCK_K) // 8)
+    while 2 * items * split_k < 3 * sms and 2 * split_k <= most:
+        split_k *= 2
+    return block_n, split_k

@@ -7,7 +7,7 @@ same table, so the two cannot disagree (CASES S7, S8).
 from dataclasses import dataclass
 
 from megamoe.cute_kernels.arith import ceil_div, round_up
-from megamoe.cute_kernels.kernel_config import KernelConfig, check_fits
+from megamoe.cute_kernels.kernel_config import KernelConfig, check_fits, tiles_for
 from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M, Problem
 
 SMEM_LIMIT = 232448
@@ -121,11 +121,14 @@ def dispatch_bytes(p: Problem, config: KernelConfig) -> int:
     return 4 * p.num_slots * (2 * config.warps + 1)
 
 
-def default_config(p: Problem) -> KernelConfig:
+def default_config(p: Problem, *, sms: int | None = None) -> KernelConfig:
     """The deepest pipeline and row ring that fit ``p`` (rule-based; the tuner may choose others).
 
     Every token width is one main loop, two where w13 and w2 are stored differently; with more than
     five loops on the one accumulator ptxas serialises WGMMA (C7511).
+
+    Args:
+        sms: SMs that ``tiles_for`` keeps busy in calls of ``p.max_tokens``; None: the widest tiles.
 
     Raises:
         ValueError: nothing fits.
@@ -133,10 +136,18 @@ def default_config(p: Problem) -> KernelConfig:
     widths = (8, 16, 32, 64, BLOCK_M)
     if p.w13_transposed != p.w2_transposed:
         widths = (32, BLOCK_M)
+    block_n, split_k = (256, 1) if sms is None else tiles_for(p, sms)
     error: ValueError | None = None
-    for stages in (4, 3, 2):
+    # As many bytes in flight as four stages of 256 rows have.
+    for stages in {256: (4, 3, 2), 128: (6, 5, 4, 3, 2), 64: (8, 7, 6, 5, 4, 3, 2)}[block_n]:
         for ring_slots in (4, 3, 2):
-            config = KernelConfig(stages=stages, ring_slots=ring_slots, token_widths=widths)
+            config = KernelConfig(
+                stages=stages,
+                ring_slots=ring_slots,
+                token_widths=widths,
+                block_n=block_n,
+                split_k=split_k,
+            )
             try:
                 SharedMap.of(p, config)
             except ValueError as exc:

@@ -84,6 +84,34 @@ def test_default_config_fits_the_sm(shape, num_pes):
     assert config.stages >= 3
 
 
+@pytest.mark.parametrize(
+    ("shape", "max_tokens", "tiles"),
+    [
+        ((4096, 14336, 8, 2), 64, (64, 4)),  # one expert a PE: 64 fc2 tiles for 132 SMs
+        ((4096, 14336, 8, 2), 512, (64, 1)),
+        ((4096, 14336, 8, 2), 4096, (256, 1)),
+        ((2048, 768, 128, 8), 64, (64, 1)),
+        ((7168, 2048, 256, 8), 1, (128, 1)),
+        ((7168, 2048, 256, 8), 64, (256, 1)),
+    ],
+)
+def test_few_tiles_get_narrower_and_are_split(shape, max_tokens, tiles):
+    hidden, inter, experts, top_k = shape
+    cfg = MoEConfig(
+        hidden=hidden,
+        intermediate=inter,
+        num_experts=experts,
+        top_k=top_k,
+        num_pes=8,
+        max_tokens=max_tokens,
+    )
+    p = kernel_problem(cfg)
+    config = default_config(p, sms=132)
+    assert (config.block_n, config.split_k) == tiles
+    assert SharedMap.of(p, config).total <= SMEM_LIMIT
+    assert default_config(p).block_n == 256
+
+
 def test_hidden_sweep_keeps_one_formula():
     """CASES S7: the map covers every hidden size up to 16384 or refuses with the limit."""
     for hidden in range(1024, 16385, 1024):
