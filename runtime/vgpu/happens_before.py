@@ -110,8 +110,12 @@ class Core:
             if bad is not None:
                 bad &= before != ids
                 if type(ids) is int and touch.bits == hb.full:
-                    # All lanes of the warp read it again: the later read stands for both.
-                    bad &= self.records.column.take(before >> LANE_BITS) != hb.base
+                    # All lanes of the warp read it again: the later read stands for both, but
+                    # a strong one not for a weak one, with which strong writes race.
+                    same = self.records.column.take(before >> LANE_BITS) == hb.base
+                    if touch.scope:
+                        same &= [bool(self.records.of(int(x)).scope) for x in before]
+                    bad &= ~same
                 if np.count_nonzero(bad):
                     sh.displace(cells[bad], before[bad], self.records)
 
