@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from megamoe.cli.all_configs import compile_all
 from megamoe.cli.common import JSON_OPTION, plain_errors, steps, write_json
 from megamoe.cli.layer import layer_config, layer_options
 
@@ -19,6 +20,14 @@ from megamoe.cli.layer import layer_config, layer_options
               show_default=True)  # fmt: skip
 @click.option("--grad", type=click.Choice(["f32", "bf16"]), default="f32", show_default=True,
               help="Type of the gradients of wgrad.")  # fmt: skip
+@click.option(
+    "--all-configs",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=compile_all,
+    help="Instead: every form of the kernel for known models, as a table. Takes minutes.",
+)
 @layer_options
 @JSON_OPTION
 def compile_command(
