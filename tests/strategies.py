@@ -8,7 +8,7 @@ Legend: P PEs, T tokens, H hidden, E experts, K experts per token, I intermediat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -25,6 +25,9 @@ from megamoe.config import (
     W13Layout,
     WeightAt,
 )
+from megamoe.cute_kernels.kernel_config import KernelConfig, check_fits
+from megamoe.cute_kernels.problem import BLOCK_K, Problem
+from megamoe.cute_kernels.smem import default_config
 from megamoe.verify.inputs import Inputs, make_inputs
 
 MAX_SIZE = 320
@@ -164,3 +167,34 @@ def calls(
         weight_dtype=draw(st.sampled_from(checks.WEIGHT_DTYPES)),
         bias_dtype=draw(st.sampled_from(checks.BIAS_DTYPES)),
     )
+
+
+@st.composite
+def kernel_configs(draw: st.DrawFn, problem: Problem) -> KernelConfig:
+    """A valid config: any tile, split, cluster, warps and depth that serve the problem."""
+    tile = draw(
+        st.sampled_from(
+            [
+                {},
+                {"service_warps": 8, "math_registers": 200},
+                {"block_n": 128},
+                {"block_n": 64},
+                {"cluster": "weights"},
+                {"cluster": "tokens"},
+            ]
+        )
+    )
+    parts = draw(st.integers(1, min(4, -(-problem.intermediate // BLOCK_K))))
+    changes: dict[str, Any] = {
+        "stages": draw(st.integers(2, 3)),
+        "ring_slots": 2,
+        "lag_waves": draw(st.integers(1, 3)),
+        "split_k": 1 if "cluster" in tile else parts,
+    }
+    config = replace(default_config(problem), **(changes | tile))
+    try:
+        check_fits(problem, config)
+    except ValueError:
+        # What a layer's storage or pool refuses is tested by name.
+        return replace(default_config(problem), **changes)
+    return config

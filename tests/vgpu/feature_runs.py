@@ -4,10 +4,17 @@ import torch
 from forward_cases import assert_same_bits
 from strategies import Call
 
+from megamoe.cute_kernels.problem import Problem
 from megamoe.error_bound import error_bound
+from megamoe.lowering import kernel_problem
 from megamoe.reference import moe_oracle
 from megamoe.testing import VgpuMoE, VgpuResult
 from megamoe.verify.inputs import weights_per_pe
+
+
+def problem_of(call: Call) -> Problem:
+    """What the call's kernel is compiled for."""
+    return kernel_problem(call.cfg, b13_dtype=call.bias_dtype, b2_dtype=call.bias_dtype)
 
 
 def run(call: Call, *, grid: int = 2, **options) -> VgpuResult:

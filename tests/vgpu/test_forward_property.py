@@ -1,13 +1,14 @@
-"""Any small layer, any call: drawn by hypothesis, run on vgpu, compared with the oracle.
+"""Any small layer, call and kernel config: drawn by hypothesis, run on vgpu, against the oracle.
 
 An example compiles its own kernel, which takes most of the time. Examples come in chunks so that
 test workers share them; a chunk's seed is fixed, so a failure repeats.
 """
 
 import pytest
-from feature_runs import check, run
+from feature_runs import check, problem_of, run
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from strategies import Call, calls
+from hypothesis import strategies as st
+from strategies import Call, calls, kernel_configs
 
 CHUNK = 20
 
@@ -24,9 +25,10 @@ def run_chunk(number: int, *, integers: bool) -> int:
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(call=calls(integers=integers, kernel=True))
-    def property_holds(call: Call) -> None:
-        check(call, run(call).y)
+    @given(call=calls(integers=integers, kernel=True), data=st.data())
+    def property_holds(call: Call, data: st.DataObject) -> None:
+        config = data.draw(kernel_configs(problem_of(call)))
+        check(call, run(call, config=config).y)
         ran.append(call)
 
     property_holds()
