@@ -86,6 +86,10 @@ def fc2_to_pool(
     for half in cutlass.range_constexpr(c.config.halves):
         column = n * c.config.block_n + half * HALF_ROWS + group * GROUP_COLUMNS
         if column < c.problem.hidden:
+            if cutlass.const_expr(half == 1):
+                # This half starts with buffer 0 again, whichever was used last.
+                if thread == 0:
+                    ptx.bulk_wait_read(0)
             bias = row_biases(c, thread, expert, column)
             for piece in cutlass.range_constexpr(PIECES):
                 if piece * PIECE_TOKENS < rows:
@@ -95,9 +99,6 @@ def fc2_to_pool(
                     store_piece_by_tma(
                         c.map("pool_y_piece"), column, row, buffer, thread, group, values, False
                     )
-            # The second half starts with buffer 0 again, whichever was used last.
-            if thread == 0:
-                ptx.bulk_wait_read(0)
     finish_stores(c.counter("y_ready", block), thread)
 
 
