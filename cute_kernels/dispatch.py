@@ -22,9 +22,11 @@ from megamoe.cute_kernels.routing import (
     warp_inclusive_sum,
 )
 from megamoe.cute_kernels.smem import BF16_BYTES, CTRL_FLAG
-from megamoe.cute_kernels.sync import wait_at_least
+from megamoe.cute_kernels.sync import aborted, wait_at_least
 
 TOKENS_PER_SEND_CTA = 64
+LAST, LAST_GAVE_UP = 1, 2
+"""What a sending CTA finds in ``CTRL_FLAG`` when it has finished; 0 = others are still sending."""
 
 
 @cute.jit
@@ -157,13 +159,18 @@ def send_record(c: Context, pair: Pair, position: Int32, record: Int32):
 
 
 @cute.jit
-def publish_counts(c: Context, thread: Int32, senders: Int32):
-    """The last CTA to finish writes this PE's whole count row to every PE, then ``arrive``."""
+def publish_counts(c: Context, thread: Int32, senders: Int32, gave_up: Int32):
+    """The last CTA to finish writes this PE's whole count row to every PE, then ``arrive``.
+
+    With ``gave_up`` the counts are zero: some records were never written, so none may be read.
+    """
     problem = c.problem
     slots = problem.num_slots
     row = c.bank * problem.num_pes + c.pe
     for slot in range(thread, slots, c.config.threads):
         count = total_over_ctas(c, slot, Int32(0), senders)
+        if gave_up == 1:
+            count = Int32(0)
         for pe in range(problem.num_pes):
             ptx.st_i32(c.peer(pe, "route_count") + Int64(row * slots + slot) * 4, count)
     for pe in range(problem.num_pes):
@@ -172,6 +179,8 @@ def publish_counts(c: Context, thread: Int32, senders: Int32):
         target = c.peer(pe, "primary_count") + Int64(row * problem.experts_per_pe) * 4
         for slot in range(start + thread, stop, c.config.threads):
             count = total_over_ctas(c, slots + slot, Int32(0), senders)
+            if gave_up == 1:
+                count = Int32(0)
             ptx.st_i32(target + Int64(slot - start) * 4, count)
     cute.arch.sync_threads()
     if thread < problem.num_pes:
@@ -194,12 +203,20 @@ def dispatch_send(c: Context, thread: Int32):
         cute.arch.sync_threads()
         if thread == 0:
             earlier = ptx.atom_acq_rel(c.loc("sent"), Int32(1))
-            ptx.sts_i32(c.smem + c.shared.ctrl + CTRL_FLAG, Int32(earlier == finishers - 1))
+            role = Int32(0)
+            if earlier == finishers - 1:
+                # One thread decides, behind the counting of all senders: whoever of them gave up
+                # had set ``abort`` before.
+                role = Int32(LAST)
+                if aborted(c.guard) != 0:
+                    role = Int32(LAST_GAVE_UP)
+            ptx.sts_i32(c.smem + c.shared.ctrl + CTRL_FLAG, role)
         cute.arch.sync_threads()
-        if ptx.lds_i32(c.smem + c.shared.ctrl + CTRL_FLAG) == 1:
+        role = ptx.lds_i32(c.smem + c.shared.ctrl + CTRL_FLAG)
+        if role != 0:
             if thread == 0:
                 ptx.st_i32(c.loc("sent"), Int32(0))
-            publish_counts(c, thread, senders)
+            publish_counts(c, thread, senders, Int32(role == LAST_GAVE_UP))
 
 
 @cute.jit

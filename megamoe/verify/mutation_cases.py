@@ -32,9 +32,10 @@ CASES: tuple[dict[str, Any], ...] = (
 )
 """One run each."""
 
-MORE_RUNS = {"two_calls": (("starve", 6), ("starve", 3)), "blocks": (("starve", 0),)}
+MORE_RUNS = {"two_calls": (("starve", 6), ("starve", 3)), "blocks": (("starve", 0), ("starve", 3))}
 """Case → schedules and seeds in which a wait finds its word at the first look, or never in time:
-load, a reduce warp and recv-and-place starve, or combine-send has several blocks of its own."""
+load, a reduce warp and recv-and-place starve; combine-send has several blocks of its own, or
+starves, so that math warps send."""
 
 HASTY: tuple[dict[str, Any], ...] = (
     {"name": "hasty_counts", "tokens": (150, 150), "masked": 0.8},
@@ -57,6 +58,7 @@ HASTY_POLICIES = (
     ("random", "late", 0),
     ("starve", "late", 0),
     ("starve", "random", 1),
+    ("starve", "late", 3),
 )
 
 

@@ -7,7 +7,8 @@ import time
 import pytest
 from forward_cases import assert_same_bits
 
-from megamoe.verify.cases import CASES, call, expected, layer
+from megamoe.verify.cases import CASES, Case, call, expected, layer
+from megamoe.verify.runs import Run, execute
 
 BY_NAME = {case.name: case for case in CASES}
 WAYS = [("round_robin", "eager", 0), ("random", "late", 1), ("starve", "random", 2)]
@@ -35,6 +36,14 @@ def test_clean(name):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case_is_clean(case, way):
     judge(case, *way)
+
+
+def test_a_pe_that_gives_up_counting_lets_nobody_read_its_records():
+    """Its peer got counts without records, and fetched rows by whatever lay there."""
+    case = Case(name="gives_up", tokens=(150, 0), route="one", top_k=3, max_tokens=160, grid=3,
+                fails="hasty", timeout_s=1e-6)  # fmt: skip
+    outcome = execute(Run(case=case, seed=3, schedule="starve", completion="late"))
+    assert [d.text for d in outcome.defects] == []
 
 
 @pytest.mark.slow
