@@ -26,7 +26,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"name": "width_128", "tokens": (50, 10), "route": "one", "grid": 1},
     {"name": "invalid", "tokens": (100, 3), "fails": "invalid", "route": "none", "grid": 3},
     {"name": "routes", "tokens": (150, 3), "route": "one", "masked": 0.8, "grid": 1},
-    {"name": "blocks", "tokens": (150, 3), "route": "one", "grid": 1},
+    {"name": "blocks", "tokens": (150, 120), "route": "one", "grid": 2},
     {"name": "several_ctas", "tokens": (60, 40), "route": "one", "grid": 3},
     {"name": "two_calls", "tokens": (70, 5), "route": "pair", "calls": 2},
 )
