@@ -26,13 +26,18 @@ CASES: tuple[dict[str, Any], ...] = (
     {"name": "width_128", "tokens": (50, 10), "route": "one", "grid": 1},
     {"name": "invalid", "tokens": (100, 3), "fails": "invalid", "route": "none", "grid": 3},
     {"name": "routes", "tokens": (150, 3), "route": "one", "masked": 0.8, "grid": 1},
-    {"name": "blocks", "tokens": (150, 120), "route": "one", "grid": 2},
+    {"name": "blocks", "tokens": (150, 3), "route": "one", "grid": 1},
+    {"name": "blocks_of_two", "tokens": (150, 120), "route": "one", "grid": 2},
     {"name": "several_ctas", "tokens": (60, 40), "route": "one", "grid": 3},
     {"name": "two_calls", "tokens": (70, 5), "route": "pair", "calls": 2},
 )
 """One run each."""
 
-MORE_RUNS = {"two_calls": (("starve", 6), ("starve", 3)), "blocks": (("starve", 0), ("starve", 3))}
+MORE_RUNS = {
+    "two_calls": (("starve", 6), ("starve", 3)),
+    "blocks": (("starve", 0), ("starve", 3)),
+    "blocks_of_two": (("starve", 0), ("starve", 3)),
+}
 """Case → schedules and seeds in which a wait finds its word at the first look, or never in time:
 load, a reduce warp and recv-and-place starve; combine-send has several blocks of its own, or
 starves, so that math warps send."""
