@@ -106,7 +106,7 @@ def fetches_per_token(cfg: MoEConfig) -> float:
     >>> cfg = MoEConfig(hidden=4096, intermediate=2048, num_experts=256, top_k=6, num_pes=8,
     ...                 max_tokens=8192)
     >>> round(fetches_per_token(cfg), 2)
-    4.42
+    4.44
     """
     if cfg.ring_rows:
         return float(cfg.top_k)
