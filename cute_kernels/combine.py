@@ -76,7 +76,7 @@ def write_token(c: Context, token: Int32, mask: Int32):
     comb = c.sym("comb") + (Int64(token) * slots + lane()) * row_bytes
     y = c.y + Int64(token) * row_bytes
     residual = c.residual + Int64(token) * row_bytes
-    weighted = p.weight_at == "combine" and not p.prereduced
+    weighted = p.weight_at == "combine" and not p.prereduced and not p.backward
     weight = Float32(0.0)
     if cutlass.const_expr(weighted):
         # A masked slot's weight may be anything: it is never multiplied with.
@@ -120,6 +120,18 @@ def contributions(c: Context, token: Int32) -> Int32:
 
 
 @cute.jit
+def write_weight_gradients(c: Context, token: Int32):
+    """d_topk_weights of a token, which came with its contributions; 0 for masked slots."""
+    p = c.problem
+    if lane() < p.top_k:
+        index = Int64(token) * p.top_k + lane()
+        bits = Int32(0)
+        if load_id(c, token, lane()) >= 0:
+            bits = ptx.ld_i32(c.sym("d_topk") + index * 4)
+        ptx.st_i32(c.d_topk + index * 4, bits)
+
+
+@cute.jit
 def reduce_role(c: Context):
     """The whole role of one warp."""
     p = c.problem
@@ -141,4 +153,6 @@ def reduce_role(c: Context):
         )
         if (ok == 1) & (aborted(c.guard) == 0):
             write_token(c, token, mask)
+            if cutlass.const_expr(p.backward):
+                write_weight_gradients(c, token)
         token = claim(c, CTRL_REDUCE)

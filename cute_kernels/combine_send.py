@@ -34,7 +34,7 @@ def send_token(c: Context, source: Int32, token: Int32, mask: Int32, slot: Int32
         _, _, _, bits = ptx.ld_i32x4(c.row_meta(row))
         weight = ptx.bits_to_f32(bits)
     target = c.peer(source, "comb") + (Int64(token) * p.comb_slots + slot) * row_bytes
-    weighted = p.weight_at == "combine"
+    weighted = p.weight_at == "combine" and not p.backward
     for step in cutlass.range(0, row_bytes, WARP_BYTES, unroll=1):
         offset = step + lane() * 16
         inside = Int32(offset < row_bytes)

@@ -122,7 +122,11 @@ class Context:
 
     def map(self, name: str) -> Int64:
         """Address of a tensor map."""
-        return self.maps + map_names(self.problem).index(name) * TENSOR_MAP_BYTES
+        return self.maps + self.map_index(name) * TENSOR_MAP_BYTES
+
+    def map_index(self, name: str) -> int:
+        """Place of a tensor map among the launch's."""
+        return map_names(self.problem).index(name)
 
     def slot_base(self, pe: Int32) -> Int32:
         """First expert slot of PE ``pe``; ``slot_base(P)`` is the number of slots."""

@@ -4,6 +4,8 @@ Run by all warps of a few CTAs before the roles split: on one warp it would cost
 microseconds. Tokens go in contiguous chunks over CTAs and over warps; counts are prefix-summed, so
 no atomic decides an order. A record list for a PE is ordered by the token's first local expert
 there, because pulling in token order would complete the first expert only at the very end.
+
+dgrad follows the forward's records: it only stages the gradient of y and sends ``arrive``.
 """
 
 import cutlass
@@ -31,13 +33,16 @@ LAST, LAST_GAVE_UP = 1, 2
 
 @cute.jit
 def send_ctas(c: Context) -> Int32:
-    """How many CTAs count and send: one per 64 tokens, at least one, at most 16."""
+    """How many CTAs count and send: one per 64 tokens, at least one, at most 16; in dgrad, which
+    sends no records, one."""
     count = (c.tokens + TOKENS_PER_SEND_CTA - 1) // TOKENS_PER_SEND_CTA
     if count > MAX_SEND_CTAS:
         count = Int32(MAX_SEND_CTAS)
     if count > c.grid:
         count = c.grid
     if count < 1:
+        count = Int32(1)
+    if cutlass.const_expr(c.problem.backward):
         count = Int32(1)
     return count
 
@@ -160,7 +165,7 @@ def send_record(c: Context, pair: Pair, position: Int32, record: Int32):
 
 @cute.jit
 def publish_counts(c: Context, thread: Int32, senders: Int32, gave_up: Int32):
-    """The last CTA to finish writes this PE's whole count row to every PE, then ``arrive``.
+    """The last CTA to finish writes this PE's whole count row to every PE, before ``arrive``.
 
     With ``gave_up`` the counts are zero: some records were never written, so none may be read.
     """
@@ -182,9 +187,6 @@ def publish_counts(c: Context, thread: Int32, senders: Int32, gave_up: Int32):
             if gave_up == 1:
                 count = Int32(0)
             ptx.st_i32(target + Int64(slot - start) * 4, count)
-    cute.arch.sync_threads()
-    if thread < problem.num_pes:
-        ptx.st_release(c.peer(thread, "arrive") + Int64(c.pe) * 4, c.epoch, "sys")
 
 
 @cute.jit
@@ -193,8 +195,9 @@ def dispatch_send(c: Context, thread: Int32):
     senders = send_ctas(c)
     if c.stage_x == 1:
         stage_rows(c, thread)
-    if c.cta < senders:
-        count_and_send(c, thread, senders)
+    if cutlass.const_expr(not c.problem.backward):
+        if c.cta < senders:
+            count_and_send(c, thread, senders)
     if (c.cta < senders) | (c.stage_x == 1):
         # With staged rows every CTA must have finished before ``arrive`` may cover x.
         finishers = senders
@@ -216,7 +219,11 @@ def dispatch_send(c: Context, thread: Int32):
         if role != 0:
             if thread == 0:
                 ptx.st_i32(c.loc("sent"), Int32(0))
-            publish_counts(c, thread, senders, Int32(role == LAST_GAVE_UP))
+            if cutlass.const_expr(not c.problem.backward):
+                publish_counts(c, thread, senders, Int32(role == LAST_GAVE_UP))
+                cute.arch.sync_threads()
+            if thread < c.problem.num_pes:
+                ptx.st_release(c.peer(thread, "arrive") + Int64(c.pe) * 4, c.epoch, "sys")
 
 
 @cute.jit

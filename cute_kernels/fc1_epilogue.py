@@ -1,4 +1,5 @@
-"""Epilogue of fc1: bias, activation, router weight → ``pool_h``, stored by TMA.
+"""Epilogue of fc1: bias, activation, router weight → ``pool_h``, stored by TMA; a saving forward
+stores gate and up too, bf16, as the backward needs them.
 
 Pieces past the block's valid rows are skipped; inside a piece, unused rows go to unused pool rows.
 """
@@ -96,6 +97,38 @@ def pair_up(acc: cute.Tensor, first: cutlass.Constexpr[int], odd_row: Int32):
 
 
 @cute.jit
+def pre_activations(
+    c: Context,
+    acc: cute.Tensor,
+    thread: Int32,
+    first: cutlass.Constexpr[int],
+    r: cutlass.Constexpr[int],
+    half: cutlass.Constexpr[int],
+    gate_bias: tuple[Float32, Float32],
+    up_bias: tuple[Float32, Float32],
+) -> tuple:
+    """Gate, then up (without a gate: x), bias added, of column ``r`` and two tokens; ``first`` is
+    the accumulator of the octet in the first half."""
+    p = c.problem
+    # Rows of up follow rows of gate by this many accumulators; octets of "up_gate" the other way.
+    gate_at, up_at = 0, HALF_ACCUMULATORS
+    if alternating_octets(p, c.config):
+        gate_at, up_at = (2, 0) if p.w13_layout == "up_gate" else (0, 2)
+    at = first + 2 * r
+    if cutlass.const_expr(p.paired_rows):
+        odd_row = (thread >> 2) & 1
+        gate_0, gate_1, up_0, up_1 = pair_up(acc, first + r * HALF_ACCUMULATORS, odd_row)
+        values = (gate_0, gate_1, up_0, up_1)
+    elif cutlass.const_expr(p.gated):
+        values = (acc[at + gate_at], acc[at + 1 + gate_at], acc[at + up_at], acc[at + 1 + up_at])
+    else:
+        at += half * HALF_ACCUMULATORS
+        values = (acc[at], acc[at + 1])
+    biases = (gate_bias[r], gate_bias[r], up_bias[r], up_bias[r])
+    return tuple(value + bias for value, bias in zip(values, biases, strict=False))
+
+
+@cute.jit
 def piece_values(
     c: Context,
     acc: cute.Tensor,
@@ -110,38 +143,57 @@ def piece_values(
     """The 16 values of one piece (8 of a narrow tile), order as ``store_piece`` wants them."""
     p = c.problem
     columns = h_columns(p, c.config) // (GROUP_COLUMNS // 2)
-    # Rows of up follow rows of gate by this many accumulators; octets of "up_gate" the other way.
-    gate_at, up_at = 0, HALF_ACCUMULATORS
-    if alternating_octets(p, c.config):
-        gate_at, up_at = (2, 0) if p.w13_layout == "up_gate" else (0, 2)
     for octet in cutlass.range_constexpr(PIECE_OCTETS):
         # A thread's tokens of octet o: 8·o + 2·(lane % 4) and the next.
         token = piece * PIECE_TOKENS + octet * 8 + (thread % 4) * 2
         weights = token_weights(c, group, token)
         first = piece * VALUES + octet * 4
         for r in cutlass.range_constexpr(columns):
-            if cutlass.const_expr(p.paired_rows):
-                odd_row = (thread >> 2) & 1
-                gate_0, gate_1, up_0, up_1 = pair_up(acc, first + r * HALF_ACCUMULATORS, odd_row)
-                outs = (
-                    gated(p, gate_0 + gate_bias[r], up_0 + up_bias[r]),
-                    gated(p, gate_1 + gate_bias[r], up_1 + up_bias[r]),
-                )
-            elif cutlass.const_expr(p.gated):
-                at = first + 2 * r
-                outs = tuple(
-                    gated(
-                        p,
-                        acc[at + i + gate_at] + gate_bias[r],
-                        acc[at + i + up_at] + up_bias[r],
-                    )
-                    for i in range(2)
-                )
-            else:
-                at = first + 2 * r + half * HALF_ACCUMULATORS
-                outs = tuple(plain(p, acc[at + i] + gate_bias[r]) for i in range(2))
+            pre = pre_activations(c, acc, thread, first, r, half, gate_bias, up_bias)
             for i in cutlass.range_constexpr(2):
-                values[octet * (2 * columns) + 2 * r + i] = outs[i] * weights[i]
+                out = gated(p, pre[i], pre[2 + i]) if p.gated else plain(p, pre[i])
+                values[octet * (2 * columns) + 2 * r + i] = out * weights[i]
+
+
+@cute.jit
+def save_piece(
+    c: Context,
+    acc: cute.Tensor,
+    values: cute.Tensor,
+    thread: Int32,
+    group: Int32,
+    piece: cutlass.Constexpr[int],
+    half: cutlass.Constexpr[int],
+    column: Int32,
+    row: Int32,
+    gate_bias: tuple[Float32, Float32],
+    up_bias: tuple[Float32, Float32],
+):
+    """Store the pre-activations of one piece for the backward: gate, then up."""
+    p = c.problem
+    names = ("gate", "up") if p.gated else ("up",)
+    for part in cutlass.range_constexpr(len(names)):
+        for octet in cutlass.range_constexpr(PIECE_OCTETS):
+            first = piece * VALUES + octet * 4
+            for r in cutlass.range_constexpr(2):
+                pre = pre_activations(c, acc, thread, first, r, half, gate_bias, up_bias)
+                for i in cutlass.range_constexpr(2):
+                    values[octet * 4 + 2 * r + i] = pre[2 * part + i]
+        store_piece_by_tma(
+            c.map(f"{names[part]}_piece"),
+            column,
+            row,
+            staging(c, group, (piece * stores_of_piece(c) + part) % STAGING_BUFFERS),
+            thread,
+            group,
+            values,
+            p.paired_rows,
+        )
+
+
+def stores_of_piece(c: Context) -> int:
+    """Stores of one piece: h and, in a saving forward, before it what the backward needs."""
+    return 1 + int(c.problem.saves) * (2 if c.problem.gated else 1)
 
 
 @cute.jit
@@ -169,9 +221,24 @@ def fc1_epilogue(
         up_bias = row_biases(c, thread, expert, column, 1) if p.gated else gate_bias
         for piece in cutlass.range_constexpr(PIECES):
             if piece * PIECE_TOKENS < rows:
-                piece_values(c, acc, values, thread, group, piece, half, gate_bias, up_bias)
-                buffer = staging(c, group, piece % STAGING_BUFFERS)
                 row = c.stored_block(block) * BLOCK_M + piece * PIECE_TOKENS
+                if cutlass.const_expr(p.saves):
+                    save_piece(
+                        c,
+                        acc,
+                        values,
+                        thread,
+                        group,
+                        piece,
+                        half,
+                        column,
+                        row,
+                        gate_bias,
+                        up_bias,
+                    )
+                piece_values(c, acc, values, thread, group, piece, half, gate_bias, up_bias)
+                store = piece * stores_of_piece(c) + stores_of_piece(c) - 1
+                buffer = staging(c, group, store % STAGING_BUFFERS)
                 store_piece_by_tma(
                     c.map("pool_h_piece"),
                     column,

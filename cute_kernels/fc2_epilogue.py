@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, Int64, cute
 from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.bias import fc2_bias
 from megamoe.cute_kernels.context import Context
+from megamoe.cute_kernels.dgrad_weights import send_weight_gradients
 from megamoe.cute_kernels.problem import BLOCK_M
 from megamoe.cute_kernels.smem import (
     BF16_BYTES,
@@ -50,7 +51,7 @@ def row_targets(c: Context, row: Int32) -> tuple[Int64, Int64]:
 def row_biases(c: Context, thread: Int32, expert: Int32, column: Int32) -> tuple[Float32, Float32]:
     """fc2 bias of the thread's two weight rows from ``column`` on."""
     pair = (Float32(0.0), Float32(0.0))
-    if cutlass.const_expr(c.problem.bias2 != "none"):
+    if cutlass.const_expr(c.problem.bias2 != "none" and not c.problem.backward):
         first = column + 16 * (thread // 32) + (thread % 32 >> 2)
         pair = (fc2_bias(c, expert, first), fc2_bias(c, expert, first + 8))
     return pair
@@ -157,7 +158,10 @@ def fc2_epilogue(
     n: Int32,
     rows: Int32,
 ):
-    """The epilogue of the problem's combine mode."""
+    """The epilogue of the problem's combine mode; in dgrad also the rows' scalars, once."""
+    if cutlass.const_expr(c.problem.backward):
+        if (n == 0) & (group == 0):
+            send_weight_gradients(c, thread, expert, block, rows)
     if cutlass.const_expr(c.problem.prereduced):
         fc2_to_pool(c, acc, thread, group, expert, block, n, rows)
     else:

@@ -36,6 +36,20 @@ def await_routes(c: Context) -> Int32:
 
 
 @cute.jit
+def save_counts(c: Context):
+    """Keep the counts for the backward, which lays out the same pool; also before a pool turns
+    out too small, so that the backward finds that out too. The CTAs share the copy."""
+    p = c.problem
+    first = c.cta * 32 + lane()
+    for source, target, words in (
+        (c.route_counts(), c.saved_region("route_count"), p.num_pes * p.num_slots),
+        (c.primary_counts(), c.saved_region("primary_count"), p.num_pes * p.experts_per_pe),
+    ):
+        for word in cutlass.range(first, words, c.grid * 32, unroll=1):
+            ptx.st_i32(target + Int64(word) * 4, ptx.ld_i32(source + Int64(word) * 4))
+
+
+@cute.jit
 def lay_out(c: Context):
     """The pool's segments (``sum_segments``), and where each source's records begin."""
     problem = c.problem

@@ -12,8 +12,24 @@ from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context
+from megamoe.cute_kernels.dgrad_load import (
+    copy_weights_backward,
+    gradient_maps,
+    load_saved,
+    prefetch_backward,
+    reduction_part,
+)
 from megamoe.cute_kernels.kernel_config import alternating_octets
 from megamoe.cute_kernels.layout import make_expert_cursor, tiles_of, token_width
+from megamoe.cute_kernels.load_boxes import (
+    HALF,
+    ROW_BYTES,
+    SLOT_BYTES,
+    SLOT_ROWS,
+    copy_box,
+    copy_rows_of_k,
+    copy_transposed,
+)
 from megamoe.cute_kernels.pipelines import (
     StagePosition,
     await_empty,
@@ -22,7 +38,7 @@ from megamoe.cute_kernels.pipelines import (
 )
 from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M
 from megamoe.cute_kernels.scheduler import TilePhase
-from megamoe.cute_kernels.smem import B_STAGE_BYTES, BF16_BYTES, a_stage_bytes
+from megamoe.cute_kernels.smem import B_STAGE_BYTES, a_stage_bytes
 from megamoe.cute_kernels.split import k_range
 from megamoe.cute_kernels.sync import wait_at_least
 from megamoe.cute_kernels.tensor_maps import (
@@ -31,46 +47,6 @@ from megamoe.cute_kernels.tensor_maps import (
     WIDE_ROWS,
     map_names,
 )
-
-HALF = 128
-"""Weight rows of one half of a tile."""
-SLOT_ROWS = 64
-SLOT_BYTES = SLOT_ROWS * BLOCK_K * BF16_BYTES
-ROW_BYTES = BLOCK_K * BF16_BYTES
-
-
-@cute.jit
-def copy_box(
-    c: Context, half: cutlass.Constexpr[int], target: Int32, weights: Int64, box, full: Int32
-):
-    """One box of weights of half ``half`` of the tile. Where a pair of CTAs shares weights, each
-    loads one half for both."""
-    if cutlass.const_expr(c.config.cluster != "weights"):
-        ptx.tma_load_4d(target, weights, box[0], box[1], box[2], box[3], full)
-    elif (c.cta & 1) == half:
-        ptx.tma_load_4d_to_pair(target, weights, box[0], box[1], box[2], box[3], full)
-
-
-@cute.jit
-def copy_rows_of_k(
-    c: Context, a: Int32, weights: Int64, k: Int32, rows, parts, expert: Int32, full: Int32
-):
-    """K-major storage: one box of 128 (or ``block_n``) rows for each half of the tile."""
-    for half in cutlass.range_constexpr(c.config.halves):
-        target = a + half * (HALF * ROW_BYTES)
-        copy_box(c, half, target, weights, (k, rows[half], parts[half], expert), full)
-
-
-@cute.jit
-def copy_transposed(
-    c: Context, a: Int32, weights: Int64, k: Int32, rows, parts, expert: Int32, full: Int32
-):
-    """Transposed storage: boxes of 64 rows by 64 k; slots 2h and 2h + 1 are half h."""
-    for slot in cutlass.range_constexpr(c.config.block_n // SLOT_ROWS):
-        half = slot // 2
-        row = rows[half] + (slot % 2) * SLOT_ROWS
-        target = a + slot * SLOT_BYTES
-        copy_box(c, half, target, weights, (row, k, parts[half], expert), full)
 
 
 @cute.jit
@@ -170,11 +146,13 @@ def load_tile(
     width: Int32,
 ) -> StagePosition:
     """All stages of one tile; returns the position after them."""
+    p = c.problem
     wide, narrow = c.map("pool_x"), c.map("pool_x_8")
     first, k_tiles = k_range(c, phase, part)
-    if phase == TilePhase.FC2:
-        wide = c.map("pool_h")
-        narrow = c.map("pool_h_8")
+    if cutlass.const_expr(not p.backward):
+        if phase == TilePhase.FC2:
+            wide = c.map("pool_h")
+            narrow = c.map("pool_h_8")
     row = c.stored_block(block) * BLOCK_M
     nbytes = Int32(a_stage_bytes(c.config)) + width * ROW_BYTES
     for k_tile in cutlass.range(k_tiles, unroll=1):
@@ -183,11 +161,22 @@ def load_tile(
         a = c.smem + c.shared.a + position.stage * a_stage_bytes(c.config)
         b = c.smem + c.shared.b + position.stage * B_STAGE_BYTES
         k = (first + k_tile) * BLOCK_K
+        pool = Int32(0)
+        if cutlass.const_expr(p.backward):
+            if phase == TilePhase.FC2:
+                pool, k = reduction_part(c, first + k_tile)
+                wide, narrow = gradient_maps(c, pool)
         with cute.arch.elect_one():
             ptx.mbarrier_arrive_expect_tx(full, nbytes)
-            copy_weights(c, a, phase, k, n, expert, full)
+            if cutlass.const_expr(p.backward):
+                copy_weights_backward(c, a, phase, k, pool, n, expert, full)
+            else:
+                copy_weights(c, a, phase, k, n, expert, full)
             copy_tokens(c, b, wide, narrow, k, row, width, full)
         position.advance()
+    if cutlass.const_expr(p.backward):
+        if phase == TilePhase.FC1:
+            position = load_saved(c, position, block, n, width)
     return position
 
 
@@ -220,6 +209,7 @@ def prefetch_weights(c: Context, expert: Int32, n: Int32):
 @cute.jit
 def load_role(c: Context):
     """The whole role: per tile wait for its rows or activations, then feed the pipeline."""
+    p = c.problem
     with cute.arch.elect_one():
         for name in map_names(c.problem):
             ptx.fence_tensormap_acquire(c.map(name))
@@ -240,7 +230,10 @@ def load_role(c: Context):
             block = fc1_expert.block
             rows = fc1_expert.rows(c, block)
             if first == 1:
-                prefetch_weights(c, expert, tiles.n)
+                if cutlass.const_expr(p.backward):
+                    prefetch_backward(c, expert, tiles.n)
+                else:
+                    prefetch_weights(c, expert, tiles.n)
             if rows > 0:
                 wait_at_least(
                     c.guard,

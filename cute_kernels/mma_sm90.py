@@ -14,15 +14,16 @@ from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from megamoe.cute_kernels import ptx
-from megamoe.cute_kernels.context import Context, lane
+from megamoe.cute_kernels.context import Context
+from megamoe.cute_kernels.dgrad_epilogue import dgrad_epilogue
 from megamoe.cute_kernels.fc1_epilogue import fc1_epilogue
 from megamoe.cute_kernels.fc2_epilogue import fc2_epilogue
 from megamoe.cute_kernels.layout import make_expert_cursor, tiles_of, token_width
 from megamoe.cute_kernels.pipelines import (
     StagePosition,
-    empty_barrier,
     full_barrier,
     make_position,
+    release,
 )
 from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M
 from megamoe.cute_kernels.scheduler import TilePhase
@@ -62,16 +63,6 @@ def operand(c: Context, offset: int, rows: int, transposed: bool, stage_elements
         ptx.shared_ptr(BFloat16, c.smem + offset, 1024), one.inner, dtype=BFloat16
     )
     return cute.make_tensor(pointer, layout)
-
-
-@cute.jit
-def release(c: Context, stage: Int32, ctas: cutlass.Constexpr[int] = 1):
-    """This warp no longer reads ``stage``, which ``ctas`` CTAs of the cluster load."""
-    if cutlass.const_expr(ctas == 1):
-        if lane() == 0:
-            ptx.mbarrier_arrive(empty_barrier(c, stage))
-    elif lane() < ctas:
-        ptx.mbarrier_arrive_at(empty_barrier(c, stage), lane())
 
 
 @cute.jit
@@ -173,12 +164,12 @@ def math_role(c: Context, math_thread: Int32):
         _, k_tiles = k_range(c, tiles.phase, tiles.part)
         # Unrolled (H and I ≤ 64), the loop would have its zeros written after wgmma.fence.
         k_tiles = ptx.opaque_i32(k_tiles)
-        if cutlass.const_expr(p.w13_transposed == p.w2_transposed):
-            position = accumulate(c, acc, math_thread, position, k_tiles, width, p.w2_transposed)
+        if cutlass.const_expr(p.fc1_m_major == p.fc2_m_major):  # noqa: SIM114
+            position = accumulate(c, acc, math_thread, position, k_tiles, width, p.fc1_m_major)
         elif tiles.phase == TilePhase.FC1:
-            position = accumulate(c, acc, math_thread, position, k_tiles, width, p.w13_transposed)
+            position = accumulate(c, acc, math_thread, position, k_tiles, width, p.fc1_m_major)
         else:
-            position = accumulate(c, acc, math_thread, position, k_tiles, width, p.w2_transposed)
+            position = accumulate(c, acc, math_thread, position, k_tiles, width, p.fc2_m_major)
         work = Int32(1)
         if cutlass.const_expr(c.config.cluster == "weights"):
             work = Int32(rows > 0)
@@ -188,7 +179,10 @@ def math_role(c: Context, math_thread: Int32):
             if tiles.phase == TilePhase.FC2:
                 work = complete_tile(c, acc, thread, group, block, tiles.n, tiles.part, rows)
         if (work == 1) & (tiles.phase == TilePhase.FC1):
-            fc1_epilogue(c, acc, thread, group, expert, block, tiles.n, rows)
+            if cutlass.const_expr(p.backward):
+                position = dgrad_epilogue(c, acc, position, thread, group, block, tiles.n, rows)
+            else:
+                fc1_epilogue(c, acc, thread, group, expert, block, tiles.n, rows)
         elif work == 1:
             fc2_epilogue(c, acc, thread, group, expert, block, tiles.n, rows)
         tiles.advance()

@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from megamoe.cute_kernels import ptx
-from megamoe.cute_kernels.context import Context
+from megamoe.cute_kernels.context import Context, lane
 
 
 @dataclass
@@ -69,6 +69,16 @@ def init_stages(
     for stage in cutlass.range_constexpr(stages):
         ptx.mbarrier_init(c_smem + shared.full + stage * 8, 1)
         ptx.mbarrier_init(c_smem + shared.empty + stage * 8, arrivals)
+
+
+@cute.jit
+def release(c: Context, stage: Int32, ctas: cutlass.Constexpr[int] = 1):
+    """This warp no longer reads ``stage``, which ``ctas`` CTAs of the cluster load."""
+    if cutlass.const_expr(ctas == 1):
+        if lane() == 0:
+            ptx.mbarrier_arrive(empty_barrier(c, stage))
+    elif lane() < ctas:
+        ptx.mbarrier_arrive_at(empty_barrier(c, stage), lane())
 
 
 @cute.jit

@@ -16,7 +16,7 @@ from megamoe.cute_kernels import ptx
 from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context, lane
-from megamoe.cute_kernels.lay_out import await_routes, lay_out, pools_fit
+from megamoe.cute_kernels.lay_out import await_routes, lay_out, pools_fit, save_counts
 from megamoe.cute_kernels.problem import BLOCK_M
 from megamoe.cute_kernels.records import receive_rows, record_token
 from megamoe.cute_kernels.smem import BF16_BYTES, copy_bytes
@@ -96,6 +96,17 @@ class RecordCursor:
         """Address of the current record."""
         record = Int64(self.first + self.index)
         return c.records(self.source) + record * (c.problem.record_words * 4)
+
+
+@cute.jit
+def save_record(c: Context, cursor: RecordCursor):
+    """Keep the cursor's record for the backward: a later call overwrites the bank it lies in."""
+    p = c.problem
+    if lane() < p.record_words // 4:
+        record = Int64(cursor.source) * p.max_records + cursor.first + cursor.index
+        target = c.saved_region("route") + record * (p.record_words * 4) + lane() * 16
+        v0, v1, v2, v3 = ptx.ld_i32x4(cursor.address(c) + lane() * 16)
+        ptx.st_i32x4(target, v0, v1, v2, v3)
 
 
 def make_cursor(worker: Int32, workers: Int32) -> RecordCursor:
@@ -222,6 +233,8 @@ def place_rows(c: Context, warp: Int32):
     open_block = Int32(-1)
     while stores.valid == 1:
         row = receive_rows(c, stores.address(c), stores.source)
+        if cutlass.const_expr(problem.saves):
+            save_record(c, stores)
         if cutlass.const_expr(problem.ring_blocks > 0):
             block = cute.arch.shuffle_sync(row, 0) // BLOCK_M
             if block != open_block:
@@ -265,6 +278,8 @@ def make_layout(c: Context) -> Int32:
     """Await the routes and lay out the pool for all roles of the CTA; 1 if there is work."""
     ok = await_routes(c)
     if ok == 1:
+        if cutlass.const_expr(c.problem.saves):
+            save_counts(c)
         if cutlass.const_expr(c.problem.capacity_checked):
             ok = pools_fit(c)
     if ok == 1:

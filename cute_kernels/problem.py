@@ -155,7 +155,7 @@ class Problem:
     @property
     def paired_rows(self) -> bool:
         """True if gate and up rows alternate in shared memory too (transposed and interleaved),
-        so that the epilogue pairs them by shuffles."""
+        so that the epilogue pairs them by shuffles; dgrad then stores their gradients in turn."""
         return self.gated and self.w13_transposed and self.w13_layout == "interleaved"
 
     @property
@@ -194,6 +194,26 @@ class Problem:
     def saves(self) -> bool:
         """True for a forward that keeps what its backward needs."""
         return self.mode == "save"
+
+    @property
+    def fc1_m_major(self) -> bool:
+        """True if the first GEMM's weights are stored with the MMA's rows inside, not with k."""
+        return not self.w2_transposed if self.backward else self.w13_transposed
+
+    @property
+    def fc2_m_major(self) -> bool:
+        """The same of the second GEMM."""
+        return not self.w13_transposed if self.backward else self.w2_transposed
+
+    @property
+    def fc2_parts(self) -> int:
+        """Pools that the second GEMM reduces over one after the other: dgrad's gate and up."""
+        return 2 if self.backward and self.gated and not self.paired_rows else 1
+
+    @property
+    def fc2_reduction(self) -> int:
+        """Elements that the second GEMM reduces over in each of its pools."""
+        return self.w13_rows if self.backward and self.paired_rows else self.intermediate
 
     @property
     def prereduced(self) -> bool:

@@ -212,6 +212,21 @@ def sts_zero_x4(address: Int32) -> None:
     )
 
 
+def lds_f32(address: Int32) -> Float32:
+    """4-byte float load from shared memory."""
+    return cute.arch.load(shared_ptr(Float32, address, 4), Float32)
+
+
+def st_f32(address: Int64, value: Float32) -> None:
+    """Weak 4-byte float store."""
+    cute.arch.store(global_ptr(Float32, address, 4), value)
+
+
+def ld_f32(address: Int64) -> Float32:
+    """Weak 4-byte float load."""
+    return cute.arch.load(global_ptr(Float32, address, 4), Float32)
+
+
 def atoms_add_i32(address: Int32, value: Int32) -> Int32:
     """Relaxed CTA-scope atomic add in shared memory; returns the old value."""
     return cute.arch.atomic_add(shared_ptr(Int32, address, 4), value, sem="relaxed", scope="cta")
@@ -469,6 +484,16 @@ def stmatrix_x4_trans(smem: Int32, a: Int32, b: Int32, c: Int32, d: Int32) -> No
     inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[smem, a, b, c, d],
+    )
+
+
+def ldmatrix_x4_trans(smem: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    """Four 8×8 bf16 fragments, transposed, from the rows that lanes 8i … 8i+7 name for matrix i:
+    what ``stmatrix_x4_trans`` stores there."""
+    return inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[smem],
     )
 
 

@@ -58,6 +58,7 @@ class SharedMap:
     empty: int
     ring_full: int
     layout_ready: int
+    d_rows: int
     skip: int
     ctrl: int
     block_prefix: int
@@ -90,6 +91,8 @@ class SharedMap:
         place("staging", config.math_groups * STAGING_BUFFERS * PIECE_BYTES, 1024)
         place("ring", config.place_warps * config.ring_slots * copy_bytes(p), 128)
         place("row_entries", config.math_groups * BLOCK_M * ROW_ENTRY_BYTES)
+        # dgrad: parts of d_topk_weights, per warp and row of the block.
+        place("d_rows", config.math_warps * BLOCK_M * 4 if p.backward else 0)
         place("full", 8 * config.stages)
         place("empty", 8 * config.stages)
         place("ring_full", 8 * config.place_warps * config.ring_slots)

@@ -39,7 +39,7 @@ def k_range(c: Context, phase: Int32, part: Int32) -> tuple[Int32, Int32]:
     first = Int32(0)
     count = Int32(ceil_div(c.problem.hidden, BLOCK_K))
     if phase == TilePhase.FC2:
-        total = ceil_div(c.problem.intermediate, BLOCK_K)
+        total = c.problem.fc2_parts * ceil_div(c.problem.fc2_reduction, BLOCK_K)
         first = part * total // c.config.split_k
         count = (part + 1) * total // c.config.split_k - first
     return first, count

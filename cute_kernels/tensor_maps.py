@@ -51,7 +51,7 @@ def w13_spec(p: Problem, config: KernelConfig, experts: int) -> TensorMapSpec:
     rows, inter, hidden = p.w13_rows, p.intermediate, p.hidden
     parts = 2 if p.gated else 1
     interleaved = p.w13_layout == "interleaved"
-    k_inside = p.w13_transposed == p.backward
+    k_inside = not (p.fc2_m_major if p.backward else p.fc1_m_major)
     if p.paired_rows:
         return _spec(
             config, (rows, hidden, 1, experts), (rows, rows * hidden, rows * hidden), k_inside
@@ -74,7 +74,7 @@ def w2_spec(p: Problem, config: KernelConfig, experts: int) -> TensorMapSpec:
     """Map of contiguous ``w2 [experts, H, I]`` or, transposed, ``[experts, I, H]``."""
     inter, hidden = p.intermediate, p.hidden
     size = inter * hidden
-    k_inside = p.w2_transposed == p.backward
+    k_inside = not (p.fc1_m_major if p.backward else p.fc2_m_major)
     if p.w2_transposed:
         return _spec(config, (hidden, inter, 1, experts), (hidden, size, size), k_inside)
     return _spec(config, (inter, hidden, 1, experts), (inter, size, size), k_inside)

@@ -10,8 +10,8 @@ from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from megamoe.cute_kernels import ptx
-from megamoe.cute_kernels.mma_sm90 import WGMMA_K, operand, release
-from megamoe.cute_kernels.pipelines import StagePosition, full_barrier, make_position
+from megamoe.cute_kernels.mma_sm90 import WGMMA_K, operand
+from megamoe.cute_kernels.pipelines import StagePosition, full_barrier, make_position, release
 from megamoe.cute_kernels.problem import BLOCK_K
 from megamoe.cute_kernels.smem import BF16_BYTES
 from megamoe.cute_kernels.staging import GROUP_THREADS, HALF_ACCUMULATORS

@@ -1,0 +1,119 @@
+"""What load brings for dgrad: transposed weights, and the saved gate and up of a tile.
+
+The first GEMM is dh = dy · W2 (reduced over H), the second dx = [dgate | dup] · W13 (over gate's
+columns, then up's). Behind the k-tiles of the first come up to four more stages, one for each 64
+columns of h (half by half, one for each warpgroup): gate and up of the block's rows, in pieces of
+32 rows, in the A part of the stage.
+"""
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels.arith import ceil_div
+from megamoe.cute_kernels.context import Context
+from megamoe.cute_kernels.load_boxes import HALF, SLOT_ROWS, copy_rows_of_k, copy_transposed
+from megamoe.cute_kernels.pipelines import StagePosition, empty_barrier, full_barrier
+from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M
+from megamoe.cute_kernels.scheduler import TilePhase
+from megamoe.cute_kernels.smem import PIECE_BYTES, PIECE_TOKENS, a_stage_bytes
+from megamoe.cute_kernels.workspace import TENSOR_MAP_BYTES
+
+HALVES = 2
+"""Halves of a tile, of 128 columns of h, 64 for each math warpgroup."""
+SLOT_COLUMNS = 64
+UP_OFFSET = BLOCK_M * SLOT_COLUMNS * 2
+"""Bytes from the gate pieces of a stage to its up pieces."""
+
+
+def first_column(c: Context, n: Int32, half: int, group) -> Int32:
+    """First of the 64 columns of h that a warpgroup has in a half of tile ``n``."""
+    return n * c.config.block_n + (2 * half + group) * SLOT_COLUMNS
+
+
+@cute.jit
+def reduction_part(c: Context, k_tile: Int32) -> tuple[Int32, Int32]:
+    """(part, k) of a k-tile of the second GEMM: part 0 is gate, or all there is; part 1 up."""
+    per_part = ceil_div(c.problem.fc2_reduction, BLOCK_K)
+    part = Int32(0)
+    if cutlass.const_expr(c.problem.fc2_parts == 2):
+        part = k_tile // per_part
+    return part, (k_tile - part * per_part) * BLOCK_K
+
+
+@cute.jit
+def copy_weights_backward(
+    c: Context, a: Int32, phase: Int32, k: Int32, part: Int32, n: Int32, expert: Int32, full: Int32
+):
+    """The weight boxes of one stage: 256 columns of h, or of x, by 64 of the reduction."""
+    p = c.problem
+    first = n * c.config.block_n
+    rows = (first, first + HALF)
+    stored_part = part ^ 1 if p.w13_layout == "up_gate" else part
+    if cutlass.const_expr(p.fc1_m_major == p.fc2_m_major):
+        weights = c.map("w2")
+        third = Int32(0)
+        if phase == TilePhase.FC2:
+            weights = c.map("w13")
+            third = stored_part
+        copy = copy_transposed if p.fc1_m_major else copy_rows_of_k
+        copy(c, a, weights, k, rows, (third, third), expert, full)
+    elif phase == TilePhase.FC1:
+        copy = copy_transposed if p.fc1_m_major else copy_rows_of_k
+        copy(c, a, c.map("w2"), k, rows, (Int32(0), Int32(0)), expert, full)
+    else:
+        copy = copy_transposed if p.fc2_m_major else copy_rows_of_k
+        copy(c, a, c.map("w13"), k, rows, (stored_part, stored_part), expert, full)
+
+
+@cute.jit
+def prefetch_backward(c: Context, expert: Int32, n: Int32):
+    """Bring the first k-tiles of a CTA's first tile to L2: nothing depends on its rows."""
+    k_tiles = min(c.config.prefetch_tiles, ceil_div(c.problem.hidden, BLOCK_K))
+    rows_of_box = SLOT_ROWS if c.problem.fc1_m_major else HALF
+    weights = c.map("w2")
+    with cute.arch.elect_one():
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            k = k_tile * BLOCK_K
+            for box in cutlass.range_constexpr(c.config.block_n // rows_of_box):
+                row = n * c.config.block_n + box * rows_of_box
+                if cutlass.const_expr(c.problem.fc1_m_major):
+                    ptx.tma_prefetch_4d(weights, row, k, Int32(0), expert)
+                else:
+                    ptx.tma_prefetch_4d(weights, k, row, Int32(0), expert)
+
+
+def gradient_maps(c: Context, part: Int32) -> tuple[Int64, Int64]:
+    """Wide and narrow map of the pool that the second GEMM reduces over in ``part``."""
+    if c.problem.paired_rows:
+        return c.map("dgu"), c.map("dgu_8")
+    if not c.problem.gated:
+        return c.map("up"), c.map("up_8")
+    step = Int64(part) * ((c.map_index("up") - c.map_index("gate")) * TENSOR_MAP_BYTES)
+    return c.map("gate") + step, c.map("gate_8") + step
+
+
+@cute.jit
+def load_saved(
+    c: Context, position: StagePosition, block: Int32, n: Int32, width: Int32
+) -> StagePosition:
+    """The stages of saved values of one tile; slots past the last column of h are left out."""
+    pieces = (width + PIECE_TOKENS - 1) // PIECE_TOKENS
+    parts = 2 if c.problem.gated else 1
+    for slot in cutlass.range_constexpr(2 * HALVES):
+        column = first_column(c, n, slot // 2, slot % 2)
+        if column < c.problem.intermediate:
+            ptx.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
+            full = full_barrier(c, position.stage)
+            a = c.smem + c.shared.a + position.stage * a_stage_bytes(c.config)
+            with cute.arch.elect_one():
+                ptx.mbarrier_arrive_expect_tx(full, pieces * (parts * PIECE_BYTES))
+                for piece in cutlass.range(pieces, unroll=1):
+                    row = block * BLOCK_M + piece * PIECE_TOKENS
+                    target = a + piece * PIECE_BYTES
+                    if cutlass.const_expr(c.problem.gated):
+                        ptx.tma_load_2d(target, c.map("gate_piece"), column, row, full)
+                    up = target + UP_OFFSET
+                    ptx.tma_load_2d(up, c.map("up_piece"), column, row, full)
+            position.advance()
+    return position
