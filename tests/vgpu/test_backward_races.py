@@ -1,0 +1,59 @@
+"""A training step under the race detector, and its bits under any timing (issue: 20 seeds)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backward_runs import STEPS, Step, assert_same, layer_of, output_gradients, train_step
+from test_backward import model, small
+
+WAYS = [("round_robin", "eager"), ("random", "late"), ("starve", "random")]
+
+
+def judge(step: Step, schedule: str, completion: str, seed: int) -> None:
+    """Two steps, so that blocks of memory are used again; no race, no read of unwritten bytes."""
+    data = step.inputs(2)
+    dy = output_gradients(step, data)
+    moe = layer_of(
+        step.config(2), data, schedule=schedule, completion=completion, seed=seed, detect=True
+    )
+    want = model(step, data, dy)
+    given = {"x": data.x, "topk_ids": data.topk_ids, "topk_weights": data.topk_weights}
+    for _ in range(2):
+        done = moe.forward(**given, save_for_backward=True)
+        back = moe.backward_dgrad(dy, done.saved)
+        made = moe.backward_wgrad(done.saved)
+        found = [str(f) for each in (done, back, made) for f in each.report.findings]
+        assert found == []
+        assert_same(back.dx, want.dx)
+        assert_same([each["w13"] for each in made.grads], want.dw13)
+
+
+def test_a_step_is_free_of_races() -> None:
+    judge(small(), "random", "random", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize("step", [s for s in STEPS if s.integers], ids=lambda step: step.name)
+def test_steps_are_free_of_races(step: Step, way: tuple[str, str]) -> None:
+    for seed in range(2):
+        judge(step, *way, seed)
+
+
+@pytest.mark.parametrize("schedule", ["random", "starve"])
+def test_bits_do_not_depend_on_timing(schedule: str) -> None:
+    """Not integers: another order of a sum would show."""
+    step = STEPS[0]
+    data = step.inputs(2)
+    dy = output_gradients(step, data)
+    want = train_step(layer_of(step.config(2), data), data, dy)
+    for seed in range(10):
+        moe = layer_of(
+            step.config(2), data, schedule=schedule,
+            completion=("eager", "late", "random")[seed % 3], seed=seed, grid=1 + seed % 3,
+        )  # fmt: skip
+        got = train_step(moe, data, dy)
+        for name in ("dx", "d_topk_weights", "dw13", "dw2"):
+            for a, b in zip(getattr(got, name), getattr(want, name), strict=True):
+                assert torch.equal(a, b), (name, seed)
