@@ -125,6 +125,12 @@ STEPS = [
     Step(name="one expert a token", cfg={"num_experts": 4, "top_k": 1}, masked=0.0),
     Step(name="k of eight, repeated ids", cfg={"top_k": 6}, repeated=0.6, masked=0.3),
     Step(name="all masked", masked=1.0),
+    Step(name="fewer experts than PEs, integers", integers=True,
+         cfg={"num_experts": 2, "activation": "relu", "fc1_bias": True, "fc2_bias": True,
+              "bias_dtype": "fp32"}),
+    Step(name="uneven experts, interleaved and transposed", tokens=(3, 20, 0, 5),
+         cfg={"num_experts": 5, "top_k": 4, "w13_layout": "interleaved", "w13_transposed": True,
+              "combine": "prereduced", "fc1_bias": True}),
     Step(name="tails of 8", cfg={"hidden": 8, "intermediate": 8, "top_k": 3}),
     Step(name="sizes beyond a tile", cfg={"hidden": 264, "intermediate": 200}),
 ]  # fmt: skip
