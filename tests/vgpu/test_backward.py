@@ -19,7 +19,9 @@ from backward_runs import (
 )
 
 from megamoe.reference_backward import moe_backward_oracle, sum_replicas
-from megamoe.runtime.errors import MegaMoETimeout
+from megamoe.runtime.errors import MegaMoETimeout, PoolCapacityError
+from megamoe.runtime.saved import Saved
+from megamoe.testing import VgpuMoE
 from megamoe.verify.inputs import Inputs, make_inputs
 
 
@@ -259,3 +261,47 @@ def test_gradients_do_not_depend_on_the_number_of_pes(num_pes: int) -> None:
     many = train_step(layer_of(step.config(num_pes), parts), parts, list(dy[0].split(counts)))
     for name in ("dx", "d_topk_weights", "dw13", "dw2"):
         assert_same([torch.cat(getattr(many, name))], getattr(alone, name))
+
+
+def test_a_pool_that_overflows_is_reported_in_both_directions_and_the_session_goes_on() -> None:
+    step = with_cfg(small(), capacity=1, top_k=1, max_tokens=96)
+    cfg = step.config(2)
+    data = make_inputs(cfg, tokens=[96, 96], integers=True)
+    for ids in data.topk_ids:
+        ids.fill_(2)
+    moe = layer_of(cfg, data)
+    with pytest.raises(PoolCapacityError, match="pool of PE 1 needs 256 rows, available are 128"):
+        _overflow(moe, data)
+    saved = _overflow(moe, data, forget=True)
+    dy = output_gradients(step, data)
+    with pytest.raises(PoolCapacityError, match="pool of PE 1 needs"):
+        moe.backward_dgrad(dy, saved)
+    fits = make_inputs(cfg, tokens=[3, 2], integers=True)
+    fits = replace(fits, w13=data.w13, w2=data.w2)
+    for ids in fits.topk_ids:
+        ids.fill_(2)
+    dy = output_gradients(step, fits)
+    got, want = train_step(moe, fits, dy), model(step, fits, dy)
+    for name in ("dx", "d_topk_weights", "dw13", "dw2"):
+        assert_same(getattr(got, name), getattr(want, name))
+
+
+def _overflow(moe: VgpuMoE, data: Inputs, *, forget: bool = False) -> list[Saved]:
+    """A forward that saves; with ``forget`` nobody looks at what it reports."""
+    call = {"x": data.x, "topk_ids": data.topk_ids, "topk_weights": data.topk_weights}
+    if not forget:
+        return moe.forward(**call, save_for_backward=True).saved or []
+    saved = [
+        session.training.save(
+            moe.weights[pe],
+            x_TH=data.x[pe],
+            topk_ids_TK=data.topk_ids[pe],
+            topk_weights_TK=data.topk_weights[pe],
+            y_TH=torch.empty_like(data.x[pe]),
+        )
+        for pe, session in enumerate(moe.group.sessions)
+    ]
+    moe.world.run()
+    for session in moe.group.sessions:
+        session.clear_status()
+    return saved
