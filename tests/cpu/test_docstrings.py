@@ -21,7 +21,7 @@ EXAMPLES = {  # module -> examples it has, so that a lost example is noticed
     "megamoe.cli.demo": 1,
     "megamoe.cli.plan": 1,
     "megamoe.cli.cache": 1,
-    "megamoe.planning": 3,
+    "megamoe.planning": 5,
     "megamoe.runtime.launch": 3,
     "megamoe.verify.cases": 1,
     "megamoe.verify.regions": 2,
