@@ -17,7 +17,7 @@ import math
 
 from cutlass import Float32
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx_values
 from megamoe.cute_kernels.problem import Problem
 
 GELU_SCALE = math.sqrt(2.0 / math.pi)
@@ -26,12 +26,14 @@ GELU_CUBIC = 0.044715
 
 def sigmoid(x: Float32) -> Float32:
     """1 / (1 + exp(−x))."""
-    return ptx.rcp_approx(Float32(1.0) + ptx.exp2_approx(x * Float32(-ptx.LOG2_E)))
+    return ptx_values.rcp_approx(
+        Float32(1.0) + ptx_values.exp2_approx(x * Float32(-ptx_values.LOG2_E))
+    )
 
 
 def clamp(x: Float32, limit: float) -> Float32:
     """x limited to [−limit, limit]."""
-    return ptx.max_nan(ptx.min_nan(x, Float32(limit)), Float32(-limit))
+    return ptx_values.max_nan(ptx_values.min_nan(x, Float32(limit)), Float32(-limit))
 
 
 def gated(p: Problem, gate: Float32, up: Float32) -> Float32:
@@ -39,12 +41,12 @@ def gated(p: Problem, gate: Float32, up: Float32) -> Float32:
     if p.activation == "silu":
         return gate * sigmoid(gate) * up
     if p.activation == "relu":
-        return ptx.max_nan(gate, Float32(0.0)) * up
+        return ptx_values.max_nan(gate, Float32(0.0)) * up
     if p.activation == "gelu_tanh":
         inner = Float32(GELU_SCALE) * (gate + Float32(GELU_CUBIC) * gate * gate * gate)
         # 0.5 · (1 + tanh(z)) = sigmoid(2z)
         return gate * sigmoid(inner + inner) * up
-    limited = ptx.min_nan(gate, Float32(p.limit))
+    limited = ptx_values.min_nan(gate, Float32(p.limit))
     bounded = clamp(up, p.limit)
     if p.activation == "gpt_oss":
         return limited * sigmoid(limited * Float32(p.alpha)) * (bounded + Float32(1.0))
@@ -56,6 +58,6 @@ def gated(p: Problem, gate: Float32, up: Float32) -> Float32:
 def plain(p: Problem, x: Float32) -> Float32:
     """The activations without a gate; ``p`` is static."""
     if p.activation == "relu2":
-        positive = ptx.max_nan(x, Float32(0.0))
+        positive = ptx_values.max_nan(x, Float32(0.0))
         return positive * positive
     raise ValueError(f"activation={p.activation!r}: no plain epilogue for it")

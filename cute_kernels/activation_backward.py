@@ -10,7 +10,7 @@ With s = sigmoid(z): silu(z) = z·s has the slope s + z·s·(1 − s) = s·(1 + 
 import cutlass
 from cutlass import Float32
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx_values
 from megamoe.cute_kernels.activation import GELU_CUBIC, GELU_SCALE, clamp, sigmoid
 from megamoe.cute_kernels.problem import Problem
 
@@ -28,7 +28,7 @@ def gated_backward(p: Problem, gate: Float32, up: Float32, d: Float32) -> tuple:
         act = gate * s
         return act * up, d * up * s * (one + gate * (one - s)), d * act
     if p.activation == "relu":
-        act = ptx.max_nan(gate, Float32(0.0))
+        act = ptx_values.max_nan(gate, Float32(0.0))
         return act * up, where(gate > 0.0, d * up), d * act
     if p.activation == "gelu_tanh":
         square = gate * gate
@@ -38,7 +38,7 @@ def gated_backward(p: Problem, gate: Float32, up: Float32, d: Float32) -> tuple:
         s = sigmoid(inner + inner)
         act = gate * s
         return act * up, d * up * (s + (act + act) * (one - s) * slope), d * act
-    limited = ptx.min_nan(gate, Float32(p.limit))
+    limited = ptx_values.min_nan(gate, Float32(p.limit))
     bounded = clamp(up, p.limit)
     alpha = Float32(p.alpha if p.activation == "gpt_oss" else 1.0)
     if p.activation == "gpt_oss":
@@ -55,6 +55,6 @@ def gated_backward(p: Problem, gate: Float32, up: Float32, d: Float32) -> tuple:
 def plain_backward(p: Problem, x: Float32, d: Float32) -> tuple:
     """The activations without a gate; ``p`` is static."""
     if p.activation == "relu2":
-        positive = ptx.max_nan(x, Float32(0.0))
+        positive = ptx_values.max_nan(x, Float32(0.0))
         return positive * positive, where(x > 0.0, d * (positive + positive))
     raise ValueError(f"activation={p.activation!r}: no plain backward for it")

@@ -3,7 +3,7 @@
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx, ptx_values
 
 
 @cute.jit
@@ -14,9 +14,9 @@ def load_bias(
     value = Float32(0.0)
     if valid:
         if cutlass.const_expr(kind == "bf16"):
-            value = ptx.bf16_to_f32(ptx.ld_u16(base + index * 2), False)
+            value = ptx_values.bf16_to_f32(ptx.ld_u16(base + index * 2), False)
         else:
-            value = ptx.bits_to_f32(ptx.ld_i32(base + index * 4))
+            value = ptx_values.bits_to_f32(ptx.ld_i32(base + index * 4))
     return value
 
 

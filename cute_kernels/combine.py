@@ -9,7 +9,7 @@ slots cost nothing.
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx, ptx_copies, ptx_values
 from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.routing import load_id, place_of
@@ -45,7 +45,7 @@ def sum_columns(
         for k in cutlass.range_constexpr(start, min(start + LOADS_IN_FLIGHT, count)):
             piece = loaded[k - start]
             for i in cutlass.range_constexpr(8):
-                value = ptx.bf16_to_f32(piece[i // 2], i % 2 == 1)
+                value = ptx_values.bf16_to_f32(piece[i // 2], i % 2 == 1)
                 if cutlass.const_expr(weighted):
                     value = value * cute.arch.shuffle_sync(weight, k)
                 sums[i] = sums[i] + value
@@ -54,7 +54,7 @@ def sum_columns(
 
 def store_sums(address: Int64, s: tuple) -> None:
     """Eight sums as bf16, 16 bytes."""
-    packed = [ptx.pack_bf16x2(s[i], s[i + 1]) for i in range(0, 8, 2)]
+    packed = [ptx_values.pack_bf16x2(s[i], s[i + 1]) for i in range(0, 8, 2)]
     ptx.st_i32x4(address, packed[0], packed[1], packed[2], packed[3])
 
 
@@ -82,14 +82,14 @@ def write_token(c: Context, token: Int32, mask: Int32):
         # A masked slot's weight may be anything: it is never multiplied with.
         if (mask >> lane()) & 1 == 1:
             index = Int64(token) * p.top_k + lane()
-            weight = ptx.bits_to_f32(ptx.ld_i32(c.weights + index * 4))
+            weight = ptx_values.bits_to_f32(ptx.ld_i32(c.weights + index * 4))
     for step in cutlass.range(0, row_bytes, WARP_BYTES, unroll=1):
         offset = step + lane() * 16
         inside = Int32(offset < row_bytes)
         s = sum_columns(comb, mask * inside, weight, slots, weighted, offset)
         if c.residual != 0:
             added = ptx.ld_i32x4_if(inside, residual + offset)
-            s = tuple(s[i] + ptx.bf16_to_f32(added[i // 2], i % 2 == 1) for i in range(8))
+            s = tuple(s[i] + ptx_values.bf16_to_f32(added[i // 2], i % 2 == 1) for i in range(8))
         if inside == 1:
             store_sums(y + offset, s)
 
@@ -135,7 +135,7 @@ def write_weight_gradients(c: Context, token: Int32):
 def reduce_role(c: Context):
     """The whole role of one warp."""
     p = c.problem
-    ptx.mbarrier_wait(c.smem + c.shared.layout_ready, Int32(0))
+    ptx_copies.mbarrier_wait(c.smem + c.shared.layout_ready, Int32(0))
     skip = ptx.lds_i32(c.smem + c.shared.skip)
     token = c.tokens
     if skip == 0:

@@ -10,7 +10,7 @@ the warp that counted it, and the counting is acq_rel.
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx, ptx_copies, ptx_values
 from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.combine import WARP_BYTES, claim, store_sums, sum_columns
 from megamoe.cute_kernels.context import Context, lane
@@ -32,7 +32,7 @@ def send_token(c: Context, source: Int32, token: Int32, mask: Int32, slot: Int32
         row = ptx.ld_i32(token_row(c, source, token, lane()))
         address = c.loc("pool_y") + Int64(row) * row_bytes
         _, _, _, bits = ptx.ld_i32x4(c.row_meta(row))
-        weight = ptx.bits_to_f32(bits)
+        weight = ptx_values.bits_to_f32(bits)
     target = c.peer(source, "comb") + (Int64(token) * p.comb_slots + slot) * row_bytes
     weighted = p.weight_at == "combine" and not p.backward
     for step in cutlass.range(0, row_bytes, WARP_BYTES, unroll=1):
@@ -83,7 +83,7 @@ def send_block(c: Context, block: Int32, rows: Int32):
 @cute.jit
 def combine_send_role(c: Context):
     """The whole role of one warp."""
-    ptx.mbarrier_wait(c.smem + c.shared.layout_ready, Int32(0))
+    ptx_copies.mbarrier_wait(c.smem + c.shared.layout_ready, Int32(0))
     blocks = block_prefix(c, c.local_experts())
     cursor = make_expert_cursor()
     block = claim(c, CTRL_SEND)

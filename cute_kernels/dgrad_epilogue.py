@@ -9,7 +9,7 @@ reads and overwrites only its own 16 columns of a stage, so no barrier lies betw
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx, ptx_copies, ptx_values
 from megamoe.cute_kernels.activation_backward import gated_backward, plain_backward
 from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.dgrad_load import HALVES, SLOT_COLUMNS, UP_OFFSET, first_column
@@ -51,11 +51,11 @@ def load_piece(buffer: Int32, thread: Int32, rows: Int32, values: cute.Tensor):
         token = (2 * pair + lane_ // 16) * 8 + lane_ % 8
         if token >= rows:
             token = rows - 1
-        packed = ptx.ldmatrix_x4_trans(buffer + token * 128 + ((chunk ^ (token & 7)) << 4))
+        packed = ptx_values.ldmatrix_x4_trans(buffer + token * 128 + ((chunk ^ (token & 7)) << 4))
         for i in cutlass.range_constexpr(4):
             first = 2 * (i % 2) + 4 * (2 * pair + i // 2)
-            values[first] = ptx.bf16_to_f32(packed[i], False)
-            values[first + 1] = ptx.bf16_to_f32(packed[i], True)
+            values[first] = ptx_values.bf16_to_f32(packed[i], False)
+            values[first + 1] = ptx_values.bf16_to_f32(packed[i], True)
 
 
 @cute.jit
@@ -79,14 +79,18 @@ def store_in_turn(
         for q in cutlass.range_constexpr(4):
             first = octet * 4 + 2 * (q // 2)
             source = ((4 * (q % 2) + (row >> 1)) << 2) | (lane_ & 3)
-            gate = cute.arch.shuffle_sync(ptx.pack_bf16x2(d_gate[first], d_gate[first + 1]), source)
-            bits = cute.arch.shuffle_sync(ptx.pack_bf16x2(d_up[first], d_up[first + 1]), source)
+            gate = cute.arch.shuffle_sync(
+                ptx_values.pack_bf16x2(d_gate[first], d_gate[first + 1]), source
+            )
+            bits = cute.arch.shuffle_sync(
+                ptx_values.pack_bf16x2(d_up[first], d_up[first + 1]), source
+            )
             if row & 1 == 0:
                 bits = gate
             packed.append(bits)
         token = octet * 8 + lane_ % 8
         address = buffer + token * 128 + ((chunk ^ (token & 7)) << 4)
-        ptx.stmatrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3])
+        ptx_values.stmatrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3])
 
 
 def fold(sums: list, bit: int) -> list:
@@ -176,19 +180,21 @@ def store_gradients(
         store_piece(up_buffer, thread, up, False)
         if cutlass.const_expr(p.gated):
             store_piece(gate_buffer, thread, gate, False)
-    ptx.fence_proxy_async_shared()
+    ptx_copies.fence_proxy_async_shared()
     group_barrier(group)
     if thread == 0:
-        ptx.tma_store_2d(c.map("wact_piece"), column, row, buffer)
+        ptx_copies.tma_store_2d(c.map("wact_piece"), column, row, buffer)
         if cutlass.const_expr(p.paired_rows):
-            ptx.tma_store_2d(c.map("dgu_piece"), 2 * column, row, gate_buffer)
+            ptx_copies.tma_store_2d(c.map("dgu_piece"), 2 * column, row, gate_buffer)
             if column + SLOT_COLUMNS // 2 < p.intermediate:
-                ptx.tma_store_2d(c.map("dgu_piece"), 2 * column + SLOT_COLUMNS, row, up_buffer)
+                ptx_copies.tma_store_2d(
+                    c.map("dgu_piece"), 2 * column + SLOT_COLUMNS, row, up_buffer
+                )
         else:
-            ptx.tma_store_2d(c.map("up_piece"), column, row, up_buffer)
+            ptx_copies.tma_store_2d(c.map("up_piece"), column, row, up_buffer)
             if cutlass.const_expr(p.gated):
-                ptx.tma_store_2d(c.map("gate_piece"), column, row, gate_buffer)
-        ptx.bulk_commit()
+                ptx_copies.tma_store_2d(c.map("gate_piece"), column, row, gate_buffer)
+        ptx_copies.bulk_commit()
 
 
 @cute.jit
@@ -218,7 +224,7 @@ def backward_columns(
             # The store two pieces back has read its buffer; every warp has read its saved values
             # and, of the columns before, the row sums.
             if thread == 0:
-                ptx.bulk_wait_read(STAGING_BUFFERS - 1)
+                ptx_copies.bulk_wait_read(STAGING_BUFFERS - 1)
             group_barrier(group)
             store_token_sums(c, thread, group, Int32(piece), sums)
             buffer = staging(c, group, piece % STAGING_BUFFERS)
@@ -226,7 +232,7 @@ def backward_columns(
             store_gradients(c, stage, buffer, thread, group, piece, column, row, up, gate, wact)
     # Thread 0: the stage and the buffers can be written again; the barrier tells the others.
     if thread == 0:
-        ptx.bulk_wait_read(0)
+        ptx_copies.bulk_wait_read(0)
     group_barrier(group)
     if thread < rows:
         total = Float32(0.0)
@@ -261,7 +267,7 @@ def dgrad_epilogue(
         for slot in cutlass.range_constexpr(2):
             column = first_column(c, n, half, slot)
             if column < c.problem.intermediate:
-                ptx.mbarrier_wait(full_barrier(c, position.stage), position.parity)
+                ptx_copies.mbarrier_wait(full_barrier(c, position.stage), position.parity)
                 if group == slot:
                     own_stage = position.stage
                 else:

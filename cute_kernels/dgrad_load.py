@@ -9,7 +9,7 @@ columns of h (half by half, one for each warpgroup): gate and up of the block's 
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx_copies
 from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context
 from megamoe.cute_kernels.load_boxes import HALF, SLOT_ROWS, copy_rows_of_k, copy_transposed
@@ -78,9 +78,9 @@ def prefetch_backward(c: Context, expert: Int32, n: Int32):
             for box in cutlass.range_constexpr(c.config.block_n // rows_of_box):
                 row = n * c.config.block_n + box * rows_of_box
                 if cutlass.const_expr(c.problem.fc1_m_major):
-                    ptx.tma_prefetch_4d(weights, row, k, Int32(0), expert)
+                    ptx_copies.tma_prefetch_4d(weights, row, k, Int32(0), expert)
                 else:
-                    ptx.tma_prefetch_4d(weights, k, row, Int32(0), expert)
+                    ptx_copies.tma_prefetch_4d(weights, k, row, Int32(0), expert)
 
 
 def gradient_maps(c: Context, part: Int32) -> tuple[Int64, Int64]:
@@ -103,17 +103,17 @@ def load_saved(
     for slot in cutlass.range_constexpr(2 * HALVES):
         column = first_column(c, n, slot // 2, slot % 2)
         if column < c.problem.intermediate:
-            ptx.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
+            ptx_copies.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
             full = full_barrier(c, position.stage)
             a = c.smem + c.shared.a + position.stage * a_stage_bytes(c.config)
             with cute.arch.elect_one():
-                ptx.mbarrier_arrive_expect_tx(full, pieces * (parts * PIECE_BYTES))
+                ptx_copies.mbarrier_arrive_expect_tx(full, pieces * (parts * PIECE_BYTES))
                 for piece in cutlass.range(pieces, unroll=1):
                     row = block * BLOCK_M + piece * PIECE_TOKENS
                     target = a + piece * PIECE_BYTES
                     if cutlass.const_expr(c.problem.gated):
-                        ptx.tma_load_2d(target, c.map("gate_piece"), column, row, full)
+                        ptx_copies.tma_load_2d(target, c.map("gate_piece"), column, row, full)
                     up = target + UP_OFFSET
-                    ptx.tma_load_2d(up, c.map("up_piece"), column, row, full)
+                    ptx_copies.tma_load_2d(up, c.map("up_piece"), column, row, full)
             position.advance()
     return position

@@ -7,7 +7,7 @@ where the router weight also multiplies fc2's bias (``weight_at="combine"``), pl
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx, ptx_values
 from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.bias import fc2_bias
 from megamoe.cute_kernels.context import Context, lane
@@ -33,7 +33,7 @@ def bias_products(c: Context, thread: Int32, expert: Int32, block: Int32, rows: 
         for column in cutlass.range(first, c.problem.hidden, 32 * COLUMNS_OF_LANE, unroll=1):
             words = ptx.ld_i32x4(dy + column * BF16_BYTES)
             for i in cutlass.range_constexpr(COLUMNS_OF_LANE):
-                value = ptx.bf16_to_f32(words[i // 2], i % 2 == 1)
+                value = ptx_values.bf16_to_f32(words[i // 2], i % 2 == 1)
                 total = total + value * fc2_bias(c, expert, column + i)
         for step in cutlass.range_constexpr(5):
             total = total + cute.arch.shuffle_sync_bfly(total, 1 << step)

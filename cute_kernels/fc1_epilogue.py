@@ -7,7 +7,7 @@ Pieces past the block's valid rows are skipped; inside a piece, unused rows go t
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx, ptx_copies
 from megamoe.cute_kernels.activation import gated, plain
 from megamoe.cute_kernels.bias import fc1_bias
 from megamoe.cute_kernels.context import Context
@@ -253,5 +253,5 @@ def fc1_epilogue(
         if cutlass.const_expr(not p.gated):
             # The second half starts with buffer 0 again, whichever was used last.
             if thread == 0:
-                ptx.bulk_wait_read(0)
+                ptx_copies.bulk_wait_read(0)
     finish_stores(c.counter("h_ready", block), thread)

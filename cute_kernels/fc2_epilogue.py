@@ -7,7 +7,7 @@ Pieces past the block's valid rows are skipped; inside a piece, unused rows are 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx, ptx_copies
 from megamoe.cute_kernels.bias import fc2_bias
 from megamoe.cute_kernels.context import Context
 from megamoe.cute_kernels.dgrad_weights import send_weight_gradients
@@ -90,7 +90,7 @@ def fc2_to_pool(
             if cutlass.const_expr(half == 1):
                 # This half starts with buffer 0 again, whichever was used last.
                 if thread == 0:
-                    ptx.bulk_wait_read(0)
+                    ptx_copies.bulk_wait_read(0)
             bias = row_biases(c, thread, expert, column)
             for piece in cutlass.range_constexpr(PIECES):
                 if piece * PIECE_TOKENS < rows:

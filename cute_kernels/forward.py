@@ -23,7 +23,7 @@ reduce → exit; nothing waits at the end except reduce for its own tokens (inva
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx, ptx_copies
 from megamoe.cute_kernels.combine import reduce_role
 from megamoe.cute_kernels.combine_send import combine_send_role
 from megamoe.cute_kernels.context import Context
@@ -199,10 +199,10 @@ class ForwardKernel:
         dispatch_send(c, thread)
         # dispatch-send used the pipeline stages by generic accesses, and ended with a CTA barrier
         # wherever it did; TMA writes them next. Whoever issues a copy has fenced itself.
-        ptx.fence_proxy_async_shared()
+        ptx_copies.fence_proxy_async_shared()
         if cutlass.const_expr(config.cluster_size > 1):
             # The partner's copies write to these stages, and it arrives at these barriers.
-            ptx.cluster_sync()
+            ptx_copies.cluster_sync()
         if warp < config.service_warps:
             if cutlass.const_expr(config.reallocates):
                 cute.arch.setmaxregister_decrease(config.service_registers)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx, ptx_copies
 from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.kernel_config import fc1_tiles, fc2_tiles
 from megamoe.cute_kernels.problem import BLOCK_M
@@ -108,7 +108,7 @@ def token_width(c: Context, rows: Int32) -> Int32:
 @cute.jit
 def tiles_of(c: Context) -> TileScheduler:
     """Wait for the layout, then a scheduler over this CTA's tiles."""
-    ptx.mbarrier_wait(c.smem + c.shared.layout_ready, Int32(0))
+    ptx_copies.mbarrier_wait(c.smem + c.shared.layout_ready, Int32(0))
     return make_scheduler(
         c.cta // c.config.cluster_size,
         c.grid // c.config.cluster_size,

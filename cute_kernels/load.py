@@ -8,7 +8,7 @@ rows of the same columns) and as many pool rows as the tile's token width.
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx_copies
 from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context
@@ -92,7 +92,7 @@ def copy_weights(
             copy_paired(c, a, c.map("w13"), k, first, expert, full)
         elif cutlass.const_expr(octets):
             group = n * (c.config.block_n // ALTERNATING_ROWS)
-            ptx.tma_load_5d(a, c.map("w13"), k, Int32(0), Int32(0), group, expert, full)
+            ptx_copies.tma_load_5d(a, c.map("w13"), k, Int32(0), Int32(0), group, expert, full)
         else:
             copy = copy_transposed if p.w13_transposed else copy_rows_of_k
             parts = (Int32(parts_1[0]), Int32(parts_1[1]))
@@ -116,7 +116,7 @@ def copy_tokens(
     """``width`` pool rows: boxes of 64, the rest in boxes of 8. Where a pair of CTAs shares tokens,
     the first half of the boxes of 8 (rounded up) is the first's, the rest the second's."""
     shared = c.config.cluster == "tokens"
-    copy = ptx.tma_load_2d_to_pair if shared else ptx.tma_load_2d
+    copy = ptx_copies.tma_load_2d_to_pair if shared else ptx_copies.tma_load_2d
     first = Int32(0)
     last = width // NARROW_ROWS
     if cutlass.const_expr(shared):
@@ -167,7 +167,7 @@ def load_tile(
                 pool, k = reduction_part(c, first + k_tile)
                 wide, narrow = gradient_maps(c, pool)
         with cute.arch.elect_one():
-            ptx.mbarrier_arrive_expect_tx(full, nbytes)
+            ptx_copies.mbarrier_arrive_expect_tx(full, nbytes)
             if cutlass.const_expr(p.backward):
                 copy_weights_backward(c, a, phase, k, pool, n, expert, full)
             else:
@@ -195,15 +195,15 @@ def prefetch_weights(c: Context, expert: Int32, n: Int32):
             k = k_tile * BLOCK_K
             if cutlass.const_expr(alternating_octets(p, c.config)):
                 group = n * (c.config.block_n // ALTERNATING_ROWS)
-                ptx.tma_prefetch_5d(c.map("w13"), k, Int32(0), Int32(0), group, expert)
+                ptx_copies.tma_prefetch_5d(c.map("w13"), k, Int32(0), Int32(0), group, expert)
             else:
                 for part in cutlass.range_constexpr(parts):
                     for box in cutlass.range_constexpr(boxes):
                         at = row + box * rows_of_box
                         if cutlass.const_expr(p.w13_transposed):
-                            ptx.tma_prefetch_4d(c.map("w13"), at, k, Int32(part), expert)
+                            ptx_copies.tma_prefetch_4d(c.map("w13"), at, k, Int32(part), expert)
                         else:
-                            ptx.tma_prefetch_4d(c.map("w13"), k, at, Int32(part), expert)
+                            ptx_copies.tma_prefetch_4d(c.map("w13"), k, at, Int32(part), expert)
 
 
 @cute.jit
@@ -212,8 +212,8 @@ def load_role(c: Context):
     p = c.problem
     with cute.arch.elect_one():
         for name in map_names(c.problem):
-            ptx.fence_tensormap_acquire(c.map(name))
-            ptx.prefetch_tensormap(c.map(name))
+            ptx_copies.fence_tensormap_acquire(c.map(name))
+            ptx_copies.prefetch_tensormap(c.map(name))
     tiles = tiles_of(c)
     fc1_expert = make_expert_cursor()
     fc2_expert = make_expert_cursor()
@@ -263,7 +263,7 @@ def load_role(c: Context):
         # The rows were written by copies or TMA stores of other CTAs (announced with release);
         # the acquire above is generic, the reads below are asynchronous. Every lane has polled
         # and fences itself, so it does not matter which one is elected to issue the copies.
-        ptx.fence_proxy_async_global()
+        ptx_copies.fence_proxy_async_global()
         width = token_width(c, rows)
         position = load_tile(c, position, tiles.phase, expert, block, tiles.n, tiles.part, width)
         tiles.advance()

@@ -3,7 +3,7 @@
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx_copies
 from megamoe.cute_kernels.context import Context
 from megamoe.cute_kernels.problem import BLOCK_K
 from megamoe.cute_kernels.smem import BF16_BYTES
@@ -22,9 +22,9 @@ def copy_box(
     """One box of weights of half ``half`` of the tile. Where a pair of CTAs shares weights, each
     loads one half for both."""
     if cutlass.const_expr(c.config.cluster != "weights"):
-        ptx.tma_load_4d(target, weights, box[0], box[1], box[2], box[3], full)
+        ptx_copies.tma_load_4d(target, weights, box[0], box[1], box[2], box[3], full)
     elif (c.cta & 1) == half:
-        ptx.tma_load_4d_to_pair(target, weights, box[0], box[1], box[2], box[3], full)
+        ptx_copies.tma_load_4d_to_pair(target, weights, box[0], box[1], box[2], box[3], full)
 
 
 @cute.jit

@@ -13,7 +13,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx, ptx_copies, ptx_values
 from megamoe.cute_kernels.context import Context
 from megamoe.cute_kernels.dgrad_epilogue import dgrad_epilogue
 from megamoe.cute_kernels.fc1_epilogue import fc1_epilogue
@@ -87,7 +87,7 @@ def main_loop(
     narrow = cute.make_tensor(acc.iterator, layout)
     previous = Int32(-1)
     for _ in cutlass.range(k_tiles, unroll=1):
-        ptx.mbarrier_wait(full_barrier(c, position.stage), position.parity)
+        ptx_copies.mbarrier_wait(full_barrier(c, position.stage), position.parity)
         warpgroup.fence()
         for k_block in cutlass.range_constexpr(BLOCK_K // WGMMA_K):
             index = (None, None, k_block, position.stage)
@@ -107,7 +107,7 @@ def main_loop(
 def pass_by(c: Context, position: StagePosition, k_tiles: Int32) -> StagePosition:
     """Take a tile's stages without a product: the CTA's partner needs them (``"weights"``)."""
     for _ in cutlass.range(k_tiles, unroll=1):
-        ptx.mbarrier_wait(full_barrier(c, position.stage), position.parity)
+        ptx_copies.mbarrier_wait(full_barrier(c, position.stage), position.parity)
         release(c, position.stage, c.config.cluster_size)
         position.advance()
     return position
@@ -163,7 +163,7 @@ def math_role(c: Context, math_thread: Int32):
         width = token_width(c, rows)
         _, k_tiles = k_range(c, tiles.phase, tiles.part)
         # Unrolled (H and I ≤ 64), the loop would have its zeros written after wgmma.fence.
-        k_tiles = ptx.opaque_i32(k_tiles)
+        k_tiles = ptx_values.opaque_i32(k_tiles)
         if cutlass.const_expr(p.fc1_m_major == p.fc2_m_major):  # noqa: SIM114
             position = accumulate(c, acc, math_thread, position, k_tiles, width, p.fc1_m_major)
         elif tiles.phase == TilePhase.FC1:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx_copies
 from megamoe.cute_kernels.context import Context, lane
 
 
@@ -50,12 +50,12 @@ def empty_barrier(c: Context, stage: Int32) -> Int32:
 def await_empty(c: Context, position: StagePosition):
     """The producer's wait until every consumer of the stage has released it."""
     if cutlass.const_expr(c.config.cluster_size == 1):
-        ptx.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
+        ptx_copies.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
     else:
         done = Int32(0)
         while done == 0:
             barrier = empty_barrier(c, position.stage)
-            done = ptx.mbarrier_try_wait_cluster(barrier, position.parity ^ 1)
+            done = ptx_copies.mbarrier_try_wait_cluster(barrier, position.parity ^ 1)
 
 
 @cute.jit
@@ -67,8 +67,8 @@ def init_stages(
 ):
     """Initialise the stage ring's mbarriers; one thread, which fences afterwards."""
     for stage in cutlass.range_constexpr(stages):
-        ptx.mbarrier_init(c_smem + shared.full + stage * 8, 1)
-        ptx.mbarrier_init(c_smem + shared.empty + stage * 8, arrivals)
+        ptx_copies.mbarrier_init(c_smem + shared.full + stage * 8, 1)
+        ptx_copies.mbarrier_init(c_smem + shared.empty + stage * 8, arrivals)
 
 
 @cute.jit
@@ -76,9 +76,9 @@ def release(c: Context, stage: Int32, ctas: cutlass.Constexpr[int] = 1):
     """This warp no longer reads ``stage``, which ``ctas`` CTAs of the cluster load."""
     if cutlass.const_expr(ctas == 1):
         if lane() == 0:
-            ptx.mbarrier_arrive(empty_barrier(c, stage))
+            ptx_copies.mbarrier_arrive(empty_barrier(c, stage))
     elif lane() < ctas:
-        ptx.mbarrier_arrive_at(empty_barrier(c, stage), lane())
+        ptx_copies.mbarrier_arrive_at(empty_barrier(c, stage), lane())
 
 
 @cute.jit
@@ -88,6 +88,6 @@ def init_barriers(c_smem: Int32, shared: cutlass.Constexpr, config: cutlass.Cons
     arrivals = config.math_warps * config.cluster_size
     init_stages(c_smem, shared, config.stages, arrivals)
     for slot in cutlass.range_constexpr(config.place_warps * config.ring_slots):
-        ptx.mbarrier_init(c_smem + shared.ring_full + slot * 8, 1)
-    ptx.mbarrier_init(c_smem + shared.layout_ready, 1)
-    ptx.fence_mbarrier_init()
+        ptx_copies.mbarrier_init(c_smem + shared.ring_full + slot * 8, 1)
+    ptx_copies.mbarrier_init(c_smem + shared.layout_ready, 1)
+    ptx_copies.fence_mbarrier_init()

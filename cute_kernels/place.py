@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx, ptx_copies
 from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context, lane
@@ -157,8 +157,8 @@ class RowRing:
         source = c.peer(cursor.source, "x") + Int64(token) * row_bytes + offset
         full = self.full + self.load_slot * 8
         with cute.arch.elect_one():
-            ptx.mbarrier_arrive_expect_tx(full, nbytes)
-            ptx.bulk_load(self.base + self.load_slot * size, source, nbytes, full)
+            ptx_copies.mbarrier_arrive_expect_tx(full, nbytes)
+            ptx_copies.bulk_load(self.base + self.load_slot * size, source, nbytes, full)
         self.load_slot = self.load_slot + 1
         if self.load_slot == self.slots:
             self.load_slot = Int32(0)
@@ -196,7 +196,7 @@ def await_free_block(c: Context, block: Int32):
     )
     # Its rows were read asynchronously; the stores that replace them are asynchronous too. Every
     # lane has polled and fences itself.
-    ptx.fence_proxy_async_global()
+    ptx_copies.fence_proxy_async_global()
 
 
 @cute.jit
@@ -241,12 +241,12 @@ def place_rows(c: Context, warp: Int32):
                 open_block = block
                 if block >= problem.ring_blocks:
                     # Nothing may be held back while this warp waits: an earlier block may need it.
-                    ptx.bulk_wait(0)
+                    ptx_copies.bulk_wait(0)
                     announce(c, complete_row)
                     complete_row = Int32(-1)
                     await_free_block(c, block)
         for piece in cutlass.range(pieces, unroll=1):
-            ptx.mbarrier_wait(ring.full + ring.store_slot * 8, ring.parity)
+            ptx_copies.mbarrier_wait(ring.full + ring.store_slot * 8, ring.parity)
             offset = piece * size
             nbytes = row_bytes - offset
             if nbytes > size:
@@ -255,9 +255,9 @@ def place_rows(c: Context, warp: Int32):
                 stored = c.stored_block(row // BLOCK_M) * BLOCK_M + row % BLOCK_M
                 target = c.pool_x() + Int64(stored) * row_bytes + offset
                 slot = ring.base + ring.store_slot * size
-                ptx.bulk_store(target, slot, nbytes)
-            ptx.bulk_commit()
-            ptx.bulk_wait(1)
+                ptx_copies.bulk_store(target, slot, nbytes)
+            ptx_copies.bulk_commit()
+            ptx_copies.bulk_wait(1)
             if piece == 0:
                 announce(c, complete_row)
             cute.arch.sync_warp()
@@ -269,7 +269,7 @@ def place_rows(c: Context, warp: Int32):
             ring.step_store()
         complete_row = row
         stores.advance(c, experts)
-    ptx.bulk_wait(0)
+    ptx_copies.bulk_wait(0)
     announce(c, complete_row)
 
 
@@ -294,7 +294,7 @@ def make_layout(c: Context) -> Int32:
     cute.arch.sync_warp()
     if lane() == 0:
         ptx.sts_i32(c.smem + c.shared.skip, Int32(ok == 0))
-        ptx.mbarrier_arrive(c.smem + c.shared.layout_ready)
+        ptx_copies.mbarrier_arrive(c.smem + c.shared.layout_ready)
     return ok
 
 
@@ -305,11 +305,11 @@ def recv_and_place(c: Context, warp: Int32):
     if warp == 0:
         ok = make_layout(c)
     elif cutlass.const_expr(c.config.place_warps > 1):
-        ptx.mbarrier_wait(c.smem + c.shared.layout_ready, Int32(0))
+        ptx_copies.mbarrier_wait(c.smem + c.shared.layout_ready, Int32(0))
         ok = 1 - ptx.lds_i32(c.smem + c.shared.skip)
     if ok == 1:
         # The rows of x were written by generic stores and are read by bulk copies, which any lane
         # may be elected to issue; all lanes are ordered behind every ``arrive`` by now.
-        ptx.fence_proxy_async_global()
+        ptx_copies.fence_proxy_async_global()
         if aborted(c.guard) == 0:
             place_rows(c, warp)

@@ -8,7 +8,7 @@ swizzle, from which a piece leaves by one TMA store or by 16-byte stores to peer
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx, ptx_copies, ptx_values
 from megamoe.cute_kernels.context import Context
 from megamoe.cute_kernels.problem import BLOCK_M
 from megamoe.cute_kernels.smem import (
@@ -73,11 +73,11 @@ def store_piece(buffer: Int32, thread: Int32, values: cute.Tensor, paired: cutla
         for i in cutlass.range_constexpr(4):
             # Matrix i: r = i % 2, octet 2·pair + i / 2.
             first = 2 * (i % 2) + 4 * (2 * pair + i // 2)
-            bits = ptx.pack_bf16x2(values[first], values[first + 1])
+            bits = ptx_values.pack_bf16x2(values[first], values[first + 1])
             if cutlass.const_expr(paired):
                 bits = cute.arch.shuffle_sync(bits, paired_source(lane))
             packed.append(bits)
-        ptx.stmatrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3])
+        ptx_values.stmatrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3])
 
 
 @cute.jit
@@ -91,11 +91,11 @@ def store_narrow_piece(
     address = buffer + lane * 64 + (((thread // 32) ^ ((lane >> 1) & 3)) << 4)
     packed = []
     for octet in cutlass.range_constexpr(PIECE_OCTETS):
-        bits = ptx.pack_bf16x2(values[2 * octet], values[2 * octet + 1])
+        bits = ptx_values.pack_bf16x2(values[2 * octet], values[2 * octet + 1])
         if cutlass.const_expr(paired):
             bits = cute.arch.shuffle_sync(bits, paired_source(lane))
         packed.append(bits)
-    ptx.stmatrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3])
+    ptx_values.stmatrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3])
 
 
 def paired_source(lane: Int32) -> Int32:
@@ -127,17 +127,17 @@ def store_piece_by_tma(
     The buffer may still be read by the store two pieces back; that one is waited for first.
     """
     if thread == 0:
-        ptx.bulk_wait_read(STAGING_BUFFERS - 1)
+        ptx_copies.bulk_wait_read(STAGING_BUFFERS - 1)
     group_barrier(group)
     if cutlass.const_expr(columns == GROUP_COLUMNS):
         store_piece(buffer, thread, values, paired)
     else:
         store_narrow_piece(buffer, thread, values, paired)
-    ptx.fence_proxy_async_shared()
+    ptx_copies.fence_proxy_async_shared()
     group_barrier(group)
     if thread == 0:
-        ptx.tma_store_2d(tensor_map, column, row, buffer)
-        ptx.bulk_commit()
+        ptx_copies.tma_store_2d(tensor_map, column, row, buffer)
+        ptx_copies.bulk_commit()
 
 
 @cute.jit
@@ -146,5 +146,5 @@ def finish_stores(counter: Int64, thread: Int32):
     ``counter``. The buffers are free behind the next barrier of the warpgroup: the first one of
     each epilogue comes before its first access to a buffer."""
     if thread == 0:
-        ptx.bulk_wait(0)
+        ptx_copies.bulk_wait(0)
         ptx.red_release(counter, Int32(1), "gpu")

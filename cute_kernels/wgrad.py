@@ -17,7 +17,7 @@ whatever the grid.
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx, ptx_copies
 from megamoe.cute_kernels.pipelines import init_stages
 from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.saved import saved_block
@@ -141,7 +141,7 @@ class WgradKernel:
             for i in cutlass.range_constexpr(len(entries)):
                 ptx.sts_i64(smem + shared.entries + i * 8, entries[i])
             init_stages(smem, shared, config.stages, MATH_WARPS)
-            ptx.fence_mbarrier_init()
+            ptx_copies.fence_mbarrier_init()
         cute.arch.sync_threads()
         c = WgradContext(
             w13=w13,

@@ -6,7 +6,7 @@ The sums need no pipeline stage and no math warp: they run beside the products.
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx, ptx_values
 from megamoe.cute_kernels.context import lane
 from megamoe.cute_kernels.smem import BF16_BYTES
 from megamoe.cute_kernels.wgrad_context import WgradContext, destination, k_tiles_of
@@ -53,7 +53,7 @@ def sum_columns(
                     weights.append(ptx.ld_f32_if(inside, weight))
             for i in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                 for j in cutlass.range_constexpr(BIAS_LANE_COLUMNS):
-                    value = ptx.bf16_to_f32(loaded[i][j // 2], j % 2 == 1)
+                    value = ptx_values.bf16_to_f32(loaded[i][j // 2], j % 2 == 1)
                     if cutlass.const_expr(s.weighted):
                         value = value * weights[i]
                     sums[j] = sums[j] + value
@@ -71,12 +71,12 @@ def store_sums(
         total = sums[j]
         if cutlass.const_expr(c.config.bias_grad == "f32"):
             if c.accumulate == 1:
-                total = total + ptx.bits_to_f32(ptx.ld_i32(address))
-            ptx.st_i32(address, ptx.f32_to_bits(total))
+                total = total + ptx_values.bits_to_f32(ptx.ld_i32(address))
+            ptx.st_i32(address, ptx_values.f32_to_bits(total))
         else:
             if c.accumulate == 1:
-                total = total + ptx.bf16_to_f32(ptx.ld_u16(address), False)
-            ptx.st_i16(address, ptx.pack_bf16x2(total, Float32(0.0)))
+                total = total + ptx_values.bf16_to_f32(ptx.ld_u16(address), False)
+            ptx.st_i16(address, ptx_values.pack_bf16x2(total, Float32(0.0)))
 
 
 @cute.jit

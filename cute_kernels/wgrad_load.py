@@ -3,7 +3,7 @@
 import cutlass
 from cutlass import Int32, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx_copies
 from megamoe.cute_kernels.abi import WGRAD_MAPS
 from megamoe.cute_kernels.pipelines import empty_barrier, full_barrier, make_position
 from megamoe.cute_kernels.problem import BLOCK_K
@@ -31,8 +31,8 @@ def acquire_maps(c: WgradContext):
     for saved in cutlass.range(c.num_saved, unroll=1):
         maps = c.entry(saved) + ENTRY_MAPS
         for index in cutlass.range(len(WGRAD_MAPS), unroll=1):
-            ptx.fence_tensormap_acquire(maps + index * TENSOR_MAP_BYTES)
-            ptx.prefetch_tensormap(maps + index * TENSOR_MAP_BYTES)
+            ptx_copies.fence_tensormap_acquire(maps + index * TENSOR_MAP_BYTES)
+            ptx_copies.prefetch_tensormap(maps + index * TENSOR_MAP_BYTES)
 
 
 @cute.jit
@@ -56,18 +56,18 @@ def wgrad_load_role(c: WgradContext):
         rows = make_row_cursor()
         for _ in cutlass.range(k_tiles, unroll=1):
             rows.advance(c, tiles.expert)
-            ptx.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
+            ptx_copies.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
             full = full_barrier(c, position.stage)
             a = c.smem + c.shared.a + position.stage * A_STAGE_BYTES
             b = c.smem + c.shared.b + position.stage * B_STAGE_BYTES
             maps = c.entry(rows.saved) + ENTRY_MAPS
             with cute.arch.elect_one():
                 # Every lane has awaited ``empty`` itself: it does not matter which is elected.
-                ptx.mbarrier_arrive_expect_tx(full, A_STAGE_BYTES + B_STAGE_BYTES)
+                ptx_copies.mbarrier_arrive_expect_tx(full, A_STAGE_BYTES + B_STAGE_BYTES)
                 for half in cutlass.range_constexpr(2):
                     chosen = (map_0, map_1)[half]
                     for slot in cutlass.range_constexpr(SLOTS_OF_HALF):
-                        ptx.tma_load_2d(
+                        ptx_copies.tma_load_2d(
                             a + (half * SLOTS_OF_HALF + slot) * SLOT_BYTES,
                             maps + chosen * TENSOR_MAP_BYTES,
                             m + shift * half + slot * SLOT,
@@ -75,7 +75,7 @@ def wgrad_load_role(c: WgradContext):
                             full,
                         )
                 for slot in cutlass.range_constexpr(SLOTS_OF_B):
-                    ptx.tma_load_2d(
+                    ptx_copies.tma_load_2d(
                         b + slot * SLOT_BYTES,
                         maps + map_b * TENSOR_MAP_BYTES,
                         n + slot * SLOT,

@@ -9,7 +9,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx, ptx_copies, ptx_values
 from megamoe.cute_kernels.mma_sm90 import WGMMA_K, operand
 from megamoe.cute_kernels.pipelines import StagePosition, full_barrier, make_position, release
 from megamoe.cute_kernels.problem import BLOCK_K
@@ -54,7 +54,7 @@ def zero_tail(c: WgradContext, math_thread: Int32, stage: Int32, valid: Int32):
         for slot in cutlass.range_constexpr(B_STAGE_BYTES // SLOT_BYTES):
             ptx.sts_zero_x4(b + slot * SLOT_BYTES + chunk * CHUNK_BYTES)
     # WGMMA reads shared memory through the asynchronous proxy.
-    ptx.fence_proxy_async_shared()
+    ptx_copies.fence_proxy_async_shared()
     cute.arch.barrier(barrier_id=int(NamedBarrier.MATH_0), number_of_threads=MATH_THREADS)
 
 
@@ -84,7 +84,7 @@ def multiply(
     previous = Int32(-1)
     for _ in cutlass.range(k_tiles, unroll=1):
         rows.advance(c, expert)
-        ptx.mbarrier_wait(full_barrier(c, position.stage), position.parity)
+        ptx_copies.mbarrier_wait(full_barrier(c, position.stage), position.parity)
         if rows.left < BLOCK_K:
             zero_tail(c, math_thread, position.stage, rows.left)
         warpgroup.fence()
@@ -117,9 +117,9 @@ def add_bf16(accumulate: Int32, valid, address: Int64, values):
     for i, ok in enumerate(valid):
         pairs = []
         for j in range(2):
-            low = values[i][2 * j] + ptx.bf16_to_f32(olds[i][j], False)
-            high = values[i][2 * j + 1] + ptx.bf16_to_f32(olds[i][j], True)
-            pairs.append(ptx.pack_bf16x2(low, high))
+            low = values[i][2 * j] + ptx_values.bf16_to_f32(olds[i][j], False)
+            high = values[i][2 * j + 1] + ptx_values.bf16_to_f32(olds[i][j], True)
+            pairs.append(ptx_values.pack_bf16x2(low, high))
         ptx.st_i32x2_if(ok, address + 32 * i, *pairs)
 
 
@@ -196,7 +196,7 @@ def wgrad_math_role(c: WgradContext, math_thread: Int32):
         target = target_of(c, tiles)
         if target != 0:
             # Known to be one, the loop would be unrolled and its zeros sink past wgmma.fence.
-            k_tiles = ptx.opaque_i32(k_tiles_of(c, tiles.expert))
+            k_tiles = ptx_values.opaque_i32(k_tiles_of(c, tiles.expert))
             # An expert without rows: exact zeros, or nothing to add.
             if (k_tiles > 0) | (c.accumulate == 0):
                 acc.fill(0.0)

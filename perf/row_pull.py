@@ -9,7 +9,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from megamoe.cute_kernels import ptx
+from megamoe.cute_kernels import ptx_copies
 from megamoe.cute_kernels.build import compile_kernel
 from megamoe.cute_kernels.image import Image
 
@@ -47,8 +47,8 @@ class RowPull:
         barriers = smem + slots * size
         if thread == 0:
             for slot in cutlass.range_constexpr(slots):
-                ptx.mbarrier_init(barriers + slot * 8, 1)
-            ptx.fence_mbarrier_init()
+                ptx_copies.mbarrier_init(barriers + slot * 8, 1)
+            ptx_copies.fence_mbarrier_init()
             mine = Int32(0)
             if cta < rows:
                 mine = (rows - cta + grid - 1) // grid * pieces
@@ -59,19 +59,19 @@ class RowPull:
             row_bytes = Int64(size * pieces)
             for item in cutlass.range(mine, unroll=1):
                 slot = item % slots
-                ptx.mbarrier_wait(barriers + slot * 8, (item // slots) & 1)
+                ptx_copies.mbarrier_wait(barriers + slot * 8, (item // slots) & 1)
                 row = cta + item // pieces * grid
                 offset = Int64(row) * row_bytes + Int64(item % pieces) * size
                 for copy in cutlass.range(copies, unroll=1):
                     place = target + Int64(copy) * rows * row_bytes + offset
-                    ptx.bulk_store(place, smem + slot * size, Int32(size))
-                ptx.bulk_commit()
+                    ptx_copies.bulk_store(place, smem + slot * size, Int32(size))
+                ptx_copies.bulk_commit()
                 # The slot of the item before is free once its stores have read it.
-                ptx.bulk_wait_read(1)
+                ptx_copies.bulk_wait_read(1)
                 if loaded < mine:
                     self.load(source, smem, barriers, cta, grid, loaded)
                     loaded = loaded + 1
-            ptx.bulk_wait(0)
+            ptx_copies.bulk_wait(0)
 
     @cute.jit
     def load(
@@ -82,8 +82,8 @@ class RowPull:
         slot = item % self.slots
         row = cta + item // pieces * grid
         place = source + Int64(row) * (size * pieces) + Int64(item % pieces) * size
-        ptx.mbarrier_arrive_expect_tx(barriers + slot * 8, size)
-        ptx.bulk_load(smem + slot * size, place, Int32(size), barriers + slot * 8)
+        ptx_copies.mbarrier_arrive_expect_tx(barriers + slot * 8, size)
+        ptx_copies.bulk_load(smem + slot * size, place, Int32(size), barriers + slot * 8)
 
 
 def compile_row_pull(

@@ -8,7 +8,7 @@ import functools
 import re
 from pathlib import Path
 
-WRAPPERS = frozenset({"ptx.py", "context.py", "layout.py"})
+WRAPPERS = frozenset({"ptx.py", "ptx_copies.py", "ptx_values.py", "context.py", "layout.py"})
 """Files whose functions say nothing about why an instruction is there: their callers do."""
 HELPERS = frozenset({"sync.py", "pipelines.py", "staging.py"})
 """Files whose functions are named together with their callers."""
