@@ -15,10 +15,11 @@ import numpy as np
 from megamoe.runtime.vgpu import convert
 from megamoe.runtime.vgpu.access import Access, fault, region_of
 from megamoe.runtime.vgpu.atomics import operation
+from megamoe.runtime.vgpu.barriers import MBarrier
 from megamoe.runtime.vgpu.errors import MemoryFault
 from megamoe.runtime.vgpu.memory import Region
 from megamoe.runtime.vgpu.ptx_ast import Instruction
-from megamoe.runtime.vgpu.sync import MBarrier, active, lane_values, mbarrier_at
+from megamoe.runtime.vgpu.sync import active, lane_values, mbarrier_at
 
 if TYPE_CHECKING:
     from megamoe.runtime.vgpu.warp import Warp

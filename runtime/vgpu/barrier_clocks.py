@@ -21,8 +21,8 @@ from megamoe.runtime.vgpu.shadow import Shadow
 from megamoe.runtime.vgpu.sync_words import SCOPES
 
 if TYPE_CHECKING:
+    from megamoe.runtime.vgpu.barriers import MBarrier
     from megamoe.runtime.vgpu.ptx_ast import Instruction
-    from megamoe.runtime.vgpu.sync import MBarrier
     from megamoe.runtime.vgpu.warp import Warp
 
 _EXPLICIT_CTA = (".release.cta", ".acquire.cta")

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megamoe.runtime.vgpu.barriers import ClusterBarrier, MBarrier, NamedBarrier, RegisterPool
 from megamoe.runtime.vgpu.errors import MemoryFault
 from megamoe.runtime.vgpu.memory import Region
 from megamoe.runtime.vgpu.program import SMEM_START
 from megamoe.runtime.vgpu.ptx_ast import Instruction
-from megamoe.runtime.vgpu.sync import ClusterBarrier, MBarrier, NamedBarrier, RegisterPool
 from megamoe.runtime.vgpu.warp import Warp
 from megamoe.runtime.vgpu.warpgroup import Warpgroup
 
@@ -46,6 +46,16 @@ class Cluster:
         for cta in self.ctas:
             cta.make_warps()
         return self.ctas
+
+
+def clusters_of(launch: Launch) -> list[Cluster]:
+    """The CTAs of a launch, grouped in clusters, in launch order."""
+    cx, cy, cz = launch.cluster
+    gx, gy, gz = (g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
+    return [
+        Cluster(launch, (x * cx, y * cy, z * cz))
+        for z in range(gz) for y in range(gy) for x in range(gx)
+    ]  # fmt: skip
 
 
 class Cta:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from megamoe.runtime.vgpu.access import Access
     from megamoe.runtime.vgpu.asyncops import AsyncOp
+    from megamoe.runtime.vgpu.barriers import MBarrier
     from megamoe.runtime.vgpu.cta import Cluster, Cta
     from megamoe.runtime.vgpu.findings import Finding
     from megamoe.runtime.vgpu.memory import Region
     from megamoe.runtime.vgpu.ptx_ast import Instruction
-    from megamoe.runtime.vgpu.sync import MBarrier
     from megamoe.runtime.vgpu.warp import Group, Warp
     from megamoe.runtime.vgpu.warpgroup import Wgmma
 

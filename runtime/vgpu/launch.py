@@ -41,6 +41,15 @@ class Launch:
     region: Region
     globals: dict[str, int]
 
+    @property
+    def ctas_per_sm(self) -> int:
+        """How many CTAs of this launch fit one SM."""
+        bx, by, bz = self.block
+        threads = -(-bx * by * bz // 32) * 32
+        smem = self.smem + self.kernel.program.smem_dynamic
+        by_registers = REGISTERS // (threads * self.registers)
+        return max(1, min(32, SM_SMEM // smem, SM_THREADS // threads, by_registers))
+
 
 def dims3(value: Any) -> Dims:
     """One to three dimensions as three."""

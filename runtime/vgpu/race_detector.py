@@ -37,10 +37,10 @@ from megamoe.runtime.vgpu.wgmma_tracks import WgmmaTracks
 if TYPE_CHECKING:
     from megamoe.runtime.vgpu.access import Access
     from megamoe.runtime.vgpu.asyncops import AsyncOp
+    from megamoe.runtime.vgpu.barriers import MBarrier
     from megamoe.runtime.vgpu.cta import Cluster, Cta
     from megamoe.runtime.vgpu.memory import Region
     from megamoe.runtime.vgpu.ptx_ast import Instruction
-    from megamoe.runtime.vgpu.sync import MBarrier
     from megamoe.runtime.vgpu.warp import Group, Warp
     from megamoe.runtime.vgpu.warpgroup import Wgmma
     from megamoe.runtime.vgpu.world import World

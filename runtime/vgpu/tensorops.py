@@ -8,10 +8,11 @@ import numpy as np
 
 from megamoe.runtime.vgpu.access import Access, fault
 from megamoe.runtime.vgpu.asyncops import AsyncOp, groups_of, reducer, span
+from megamoe.runtime.vgpu.barriers import MBarrier
 from megamoe.runtime.vgpu.errors import MemoryFault
 from megamoe.runtime.vgpu.memory import Region
 from megamoe.runtime.vgpu.ptx_ast import Instruction
-from megamoe.runtime.vgpu.sync import MBarrier, active, lane_values, mbarrier_at
+from megamoe.runtime.vgpu.sync import active, lane_values, mbarrier_at
 from megamoe.runtime.vgpu.tensormap import TensorMapDesc
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megamoe.runtime.vgpu import wgmma as wg
+from megamoe.runtime.vgpu.barriers import Waitable
 from megamoe.runtime.vgpu.codegen import IN_FLIGHT, AccRow, InFlight
 from megamoe.runtime.vgpu.errors import MemoryFault, SyncError, UnsupportedInstruction
 from megamoe.runtime.vgpu.ptx_ast import Instruction
-from megamoe.runtime.vgpu.sync import Waitable
 
 if TYPE_CHECKING:
     from megamoe.runtime.vgpu.warp import Warp

@@ -10,15 +10,12 @@ from typing import Any
 import numpy as np
 
 from megamoe.runtime.vgpu import asyncops
-from megamoe.runtime.vgpu.cta import Cluster, Cta
+from megamoe.runtime.vgpu.cta import Cluster, Cta, clusters_of
 from megamoe.runtime.vgpu.detector import Detector
 from megamoe.runtime.vgpu.errors import Deadlock, VgpuError
 from megamoe.runtime.vgpu.findings import FindingError
 from megamoe.runtime.vgpu.kernel import Kernel
 from megamoe.runtime.vgpu.launch import (
-    REGISTERS,
-    SM_SMEM,
-    SM_THREADS,
     Launch,
     check_launch,
     dims3,
@@ -192,7 +189,7 @@ class World:
             self.detector.run_started()
         try:
             for launch in self.launches:
-                self.queued_ctas.extend(self.clusters(launch))
+                self.queued_ctas.extend(clusters_of(launch))
             self.start_ctas()
             with np.errstate(all="ignore"):
                 self.loop()
@@ -215,15 +212,6 @@ class World:
             raise error
         return report
 
-    def clusters(self, launch: Launch) -> list[Cluster]:
-        """The CTAs of a launch, grouped in clusters, in launch order."""
-        cx, cy, cz = launch.cluster
-        gx, gy, gz = (g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
-        return [
-            Cluster(launch, (x * cx, y * cy, z * cz))
-            for z in range(gz) for y in range(gy) for x in range(gx)
-        ]  # fmt: skip
-
     def start_ctas(self) -> None:
         """Start queued clusters for which there is room."""
         used = [[0, 0, 0] for _ in range(self.pes)]
@@ -233,7 +221,7 @@ class World:
         blocked: set[int] = set()
         for cluster in self.queued_ctas:
             launch = cluster.launch
-            room = self.sms * self.ctas_per_sm(launch)
+            room = self.sms * launch.ctas_per_sm
             if launch.pe in blocked or used[launch.pe][0] + cluster.size > room:
                 blocked.add(launch.pe)
                 left.append(cluster)
@@ -248,16 +236,6 @@ class World:
             if self.detector is not None:
                 self.detector.cluster_started(cluster)
         self.queued_ctas = left
-
-    def ctas_per_sm(self, launch: Launch) -> int:
-        """How many CTAs of a launch fit one SM."""
-        bx, by, bz = launch.block
-        threads = -(-bx * by * bz // 32) * 32
-        smem = launch.smem + launch.kernel.program.smem_dynamic
-        return max(
-            1, min(32, SM_SMEM // smem, SM_THREADS // threads,
-                   REGISTERS // (threads * launch.registers)),
-        )  # fmt: skip
 
     def loop(self) -> None:
         """Run until every CTA has ended."""
