@@ -23,6 +23,7 @@ from megamoe.cute_kernels.smem import (
     a_stage_bytes,
 )
 from megamoe.cute_kernels.staging import (
+    GROUP_WARPS,
     HALF_ACCUMULATORS,
     PIECE_OCTETS,
     PIECES,
@@ -35,8 +36,6 @@ from megamoe.cute_kernels.staging import (
     store_piece,
 )
 
-WARPS = 4
-"""Warps of a math warpgroup."""
 TOKEN_SUMS = 2 * PIECE_OCTETS
 """Tokens of a piece that one thread holds values of."""
 
@@ -116,7 +115,7 @@ def store_token_sums(c: Context, thread: Int32, group: Int32, piece: Int32, sums
     (total,) = fold(fold(fold(sums, 16), 8), 4)
     lane_ = thread % 32
     token = 8 * (lane_ >> 3) + 2 * (lane_ & 3) + (lane_ >> 2 & 1)
-    entry = (group * WARPS + thread // 32) * BLOCK_M + piece * PIECE_TOKENS + token
+    entry = (group * GROUP_WARPS + thread // 32) * BLOCK_M + piece * PIECE_TOKENS + token
     ptx.sts_f32(c.smem + c.shared.d_rows + entry * 4, total)
 
 
@@ -236,8 +235,8 @@ def backward_columns(
     group_barrier(group)
     if thread < rows:
         total = Float32(0.0)
-        for warp in cutlass.range_constexpr(WARPS):
-            entry = (group * WARPS + warp) * BLOCK_M + thread
+        for warp in cutlass.range_constexpr(GROUP_WARPS):
+            entry = (group * GROUP_WARPS + warp) * BLOCK_M + thread
             total = total + ptx.lds_f32(c.smem + c.shared.d_rows + entry * 4)
         part = Int64(column // SLOT_COLUMNS) * c.problem.pool_rows
         ptx.st_f32(c.loc("d_weight") + (part + block * BLOCK_M + thread) * 4, total)

@@ -12,16 +12,16 @@ from cutlass import Int32, Int64, cute
 from megamoe.cute_kernels import ptx_copies
 from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context
-from megamoe.cute_kernels.load_boxes import HALF, SLOT_ROWS, copy_rows_of_k, copy_transposed
-from megamoe.cute_kernels.pipelines import StagePosition, empty_barrier, full_barrier
+from megamoe.cute_kernels.load_boxes import SLOT_ROWS, copy_rows_of_k, copy_transposed
+from megamoe.cute_kernels.pipelines import StagePosition, await_empty, full_barrier
 from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M
 from megamoe.cute_kernels.scheduler import TilePhase
-from megamoe.cute_kernels.smem import PIECE_BYTES, PIECE_TOKENS, a_stage_bytes
-from megamoe.cute_kernels.workspace import TENSOR_MAP_BYTES
+from megamoe.cute_kernels.smem import HALF_ROWS, PIECE_BYTES, PIECE_TOKENS, a_stage_bytes
+from megamoe.cute_kernels.workspace import PART_COLUMNS, TENSOR_MAP_BYTES
 
 HALVES = 2
 """Halves of a tile, of 128 columns of h, 64 for each math warpgroup."""
-SLOT_COLUMNS = 64
+SLOT_COLUMNS = PART_COLUMNS
 UP_OFFSET = BLOCK_M * SLOT_COLUMNS * 2
 """Bytes from the gate pieces of a stage to its up pieces."""
 
@@ -48,7 +48,7 @@ def copy_weights_backward(
     """The weight boxes of one stage: 256 columns of h, or of x, by 64 of the reduction."""
     p = c.problem
     first = n * c.config.block_n
-    rows = (first, first + HALF)
+    rows = (first, first + HALF_ROWS)
     stored_part = part ^ 1 if p.w13_layout == "up_gate" else part
     if cutlass.const_expr(p.fc1_m_major == p.fc2_m_major):
         weights = c.map("w2")
@@ -70,7 +70,7 @@ def copy_weights_backward(
 def prefetch_backward(c: Context, expert: Int32, n: Int32):
     """Bring the first k-tiles of a CTA's first tile to L2: nothing depends on its rows."""
     k_tiles = min(c.config.prefetch_tiles, ceil_div(c.problem.hidden, BLOCK_K))
-    rows_of_box = SLOT_ROWS if c.problem.fc1_m_major else HALF
+    rows_of_box = SLOT_ROWS if c.problem.fc1_m_major else HALF_ROWS
     weights = c.map("w2")
     with cute.arch.elect_one():
         for k_tile in cutlass.range(k_tiles, unroll=1):
@@ -103,7 +103,7 @@ def load_saved(
     for slot in cutlass.range_constexpr(2 * HALVES):
         column = first_column(c, n, slot // 2, slot % 2)
         if column < c.problem.intermediate:
-            ptx_copies.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
+            await_empty(c, position)
             full = full_barrier(c, position.stage)
             a = c.smem + c.shared.a + position.stage * a_stage_bytes(c.config)
             with cute.arch.elect_one():

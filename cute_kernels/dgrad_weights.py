@@ -13,10 +13,10 @@ from megamoe.cute_kernels.bias import fc2_bias
 from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.problem import BLOCK_M
 from megamoe.cute_kernels.smem import BF16_BYTES
-from megamoe.cute_kernels.staging import group_barrier
+from megamoe.cute_kernels.staging import GROUP_WARPS, group_barrier
 from megamoe.cute_kernels.sync import aborted
+from megamoe.cute_kernels.workspace import PART_COLUMNS
 
-WARPS = 4
 COLUMNS_OF_LANE = 8
 """Columns of one 16-byte load."""
 PARTS_IN_FLIGHT = 8
@@ -26,7 +26,7 @@ PARTS_IN_FLIGHT = 8
 def bias_products(c: Context, thread: Int32, expert: Int32, block: Int32, rows: Int32):
     """⟨dy, b2⟩ of the block's rows to ``d_rows``; a warp takes every fourth row, and a row's sum
     has one order."""
-    for row in cutlass.range(thread // 32, rows, WARPS, unroll=1):
+    for row in cutlass.range(thread // 32, rows, GROUP_WARPS, unroll=1):
         dy = c.pool_x() + Int64(block * BLOCK_M + row) * (c.problem.hidden * BF16_BYTES)
         total = Float32(0.0)
         first = lane() * COLUMNS_OF_LANE
@@ -56,7 +56,7 @@ def send_weight_gradients(c: Context, thread: Int32, expert: Int32, block: Int32
         total = Float32(0.0)
         if cutlass.const_expr(biased):
             total = ptx.lds_f32(c.smem + c.shared.d_rows + thread * 4)
-        parts = ceil_div(c.problem.intermediate, 64)
+        parts = ceil_div(c.problem.intermediate, PART_COLUMNS)
         for part in cutlass.range(parts, unroll=PARTS_IN_FLIGHT):
             index = Int64(part) * c.problem.pool_rows + row
             total = total + ptx.ld_f32(c.loc("d_weight") + index * 4)

@@ -13,11 +13,10 @@ from megamoe.cute_kernels.bias import fc1_bias
 from megamoe.cute_kernels.context import Context
 from megamoe.cute_kernels.kernel_config import alternating_octets, h_columns
 from megamoe.cute_kernels.problem import BLOCK_M
-from megamoe.cute_kernels.smem import PIECE_TOKENS, STAGING_BUFFERS
+from megamoe.cute_kernels.smem import HALF_ROWS, PIECE_TOKENS, STAGING_BUFFERS
 from megamoe.cute_kernels.staging import (
     GROUP_COLUMNS,
     HALF_ACCUMULATORS,
-    HALF_ROWS,
     PIECE_OCTETS,
     PIECES,
     VALUES,

@@ -14,6 +14,7 @@ from megamoe.cute_kernels.dgrad_weights import send_weight_gradients
 from megamoe.cute_kernels.problem import BLOCK_M
 from megamoe.cute_kernels.smem import (
     BF16_BYTES,
+    HALF_ROWS,
     PIECE_TOKENS,
     ROW_ENTRY_BYTES,
     STAGING_BUFFERS,
@@ -21,7 +22,6 @@ from megamoe.cute_kernels.smem import (
 from megamoe.cute_kernels.staging import (
     GROUP_COLUMNS,
     HALF_ACCUMULATORS,
-    HALF_ROWS,
     PIECES,
     VALUES,
     finish_stores,

@@ -22,7 +22,6 @@ from megamoe.cute_kernels.dgrad_load import (
 from megamoe.cute_kernels.kernel_config import alternating_octets
 from megamoe.cute_kernels.layout import make_expert_cursor, tiles_of, token_width
 from megamoe.cute_kernels.load_boxes import (
-    HALF,
     ROW_BYTES,
     SLOT_BYTES,
     SLOT_ROWS,
@@ -38,7 +37,7 @@ from megamoe.cute_kernels.pipelines import (
 )
 from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M
 from megamoe.cute_kernels.scheduler import TilePhase
-from megamoe.cute_kernels.smem import B_STAGE_BYTES, a_stage_bytes
+from megamoe.cute_kernels.smem import B_STAGE_BYTES, HALF_ROWS, a_stage_bytes
 from megamoe.cute_kernels.split import k_range
 from megamoe.cute_kernels.sync import wait_at_least
 from megamoe.cute_kernels.tensor_maps import (
@@ -73,9 +72,9 @@ def copy_weights(
     first_part = 1 if p.w13_layout == "up_gate" else 0
     # fc1 with a gate: both halves start at the same row; else the second follows the first.
     first = n * c.config.block_n
-    rows_1 = (n * HALF, n * HALF) if p.gated else (first, first + HALF)
+    rows_1 = (n * HALF_ROWS, n * HALF_ROWS) if p.gated else (first, first + HALF_ROWS)
     parts_1 = (first_part, 1 - first_part) if p.gated else (0, 0)
-    rows_2 = (first, first + HALF)
+    rows_2 = (first, first + HALF_ROWS)
     if cutlass.const_expr(same_storage):
         weights = c.map("w13")
         row_0, row_1 = rows_1
@@ -186,8 +185,8 @@ def prefetch_weights(c: Context, expert: Int32, n: Int32):
     p = c.problem
     k_tiles = min(c.config.prefetch_tiles, ceil_div(p.hidden, BLOCK_K))
     in_halves = p.gated and not p.paired_rows
-    row = n * (HALF if in_halves else c.config.block_n)
-    rows_of_box = SLOT_ROWS if p.w13_transposed else min(HALF, c.config.block_n)
+    row = n * (HALF_ROWS if in_halves else c.config.block_n)
+    rows_of_box = SLOT_ROWS if p.w13_transposed else min(HALF_ROWS, c.config.block_n)
     parts = 2 if in_halves else 1
     boxes = c.config.block_n // (rows_of_box * parts)
     with cute.arch.elect_one():

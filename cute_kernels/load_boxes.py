@@ -6,10 +6,8 @@ from cutlass import Int32, Int64, cute
 from megamoe.cute_kernels import ptx_copies
 from megamoe.cute_kernels.context import Context
 from megamoe.cute_kernels.problem import BLOCK_K
-from megamoe.cute_kernels.smem import BF16_BYTES
+from megamoe.cute_kernels.smem import BF16_BYTES, HALF_ROWS
 
-HALF = 128
-"""Weight rows of one half of a tile."""
 SLOT_ROWS = 64
 SLOT_BYTES = SLOT_ROWS * BLOCK_K * BF16_BYTES
 ROW_BYTES = BLOCK_K * BF16_BYTES
@@ -33,7 +31,7 @@ def copy_rows_of_k(
 ):
     """K-major storage: one box of 128 (or ``block_n``) rows for each half of the tile."""
     for half in cutlass.range_constexpr(c.config.halves):
-        target = a + half * (HALF * ROW_BYTES)
+        target = a + half * (HALF_ROWS * ROW_BYTES)
         copy_box(c, half, target, weights, (k, rows[half], parts[half], expert), full)
 
 

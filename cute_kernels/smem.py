@@ -13,6 +13,8 @@ from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M, Problem
 SMEM_LIMIT = 232448
 """Shared memory a CTA may use on sm_90, bytes (CUDA programming guide, compute capability 9.0)."""
 BF16_BYTES = 2
+HALF_ROWS = 128
+"""Weight rows of one half of a tile of 256, or of a box of K-major weights."""
 B_STAGE_BYTES = BLOCK_M * BLOCK_K * BF16_BYTES
 PIECE_TOKENS = 32
 """Tokens of one epilogue piece: 32 tokens by 64 weight rows, one 4 KB swizzled buffer."""
@@ -34,6 +36,19 @@ CTRL_BYTES = 64
 def a_stage_bytes(config: KernelConfig) -> int:
     """Bytes of the weight rows of one stage."""
     return config.block_n * BLOCK_K * BF16_BYTES
+
+
+class Offsets:
+    """Lays named areas out one behind the other."""
+
+    def __init__(self) -> None:
+        self.named: dict[str, int] = {}
+        self.end = 0
+
+    def place(self, name: str, nbytes: int, align: int = 16) -> None:
+        """Put an area behind the last."""
+        self.named[name] = round_up(self.end, align)
+        self.end = self.named[name] + nbytes
 
 
 def copy_bytes(p: Problem) -> int:
@@ -76,15 +91,8 @@ class SharedMap:
                 or the counting histograms do not fit in the (not yet used) pipeline stages.
         """
         check_fits(p, config)
-        offset = 0
-        offsets: dict[str, int] = {}
-
-        def place(name: str, nbytes: int, align: int = 16) -> None:
-            nonlocal offset
-            offset = round_up(offset, align)
-            offsets[name] = offset
-            offset += nbytes
-
+        offsets = Offsets()
+        place = offsets.place
         experts = p.experts_per_pe
         place("a", config.stages * a_stage_bytes(config), 1024)
         place("b", config.stages * B_STAGE_BYTES, 1024)
@@ -103,7 +111,7 @@ class SharedMap:
         place("expert_rows", 4 * experts)
         place("segment", 4 * experts * p.num_pes)
         place("primary", 4 * (experts + 1) * p.num_pes)
-        shared = cls(total=round_up(offset, 128), **offsets)
+        shared = cls(total=round_up(offsets.end, 128), **offsets.named)
         if shared.total > SMEM_LIMIT:
             raise ValueError(
                 f"stages={config.stages}, ring_slots={config.ring_slots}: {shared.total} bytes of "

@@ -20,12 +20,12 @@ from megamoe.cute_kernels.smem import (
 from megamoe.cute_kernels.sync import NamedBarrier
 
 GROUP_THREADS = 128
+GROUP_WARPS = 4
 GROUP_COLUMNS = 64
 PIECES = BLOCK_M // PIECE_TOKENS
 PIECE_OCTETS = PIECE_TOKENS // 8
 VALUES = 16
 """Values of one thread in a piece: 4 token octets, 2 rows, 2 tokens."""
-HALF_ROWS = 128
 HALF_ACCUMULATORS = 64
 """Distance of the accumulators of the tile's two halves of 128 weight rows."""
 

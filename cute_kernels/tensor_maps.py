@@ -24,10 +24,8 @@ from dataclasses import dataclass, replace
 
 from megamoe.cute_kernels.kernel_config import KernelConfig, alternating_octets, h_columns
 from megamoe.cute_kernels.problem import BLOCK_K, Problem
-from megamoe.cute_kernels.smem import BF16_BYTES, PIECE_TOKENS
+from megamoe.cute_kernels.smem import BF16_BYTES, HALF_ROWS, PIECE_TOKENS
 
-HALF_ROWS = 128
-"""Rows of a box of weights: half a tile."""
 ALTERNATING_ROWS = 16
 """Rows of 8 gate and 8 up rows of the same columns, the unit of narrow tiles."""
 WIDE_ROWS = 64

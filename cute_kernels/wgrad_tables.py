@@ -25,7 +25,7 @@ from megamoe.cute_kernels.abi import WGRAD_MAPS, WGRAD_MAX_SAVED
 from megamoe.cute_kernels.arith import ceil_div, round_up
 from megamoe.cute_kernels.problem import BLOCK_K, Problem
 from megamoe.cute_kernels.saved import dgrad_block, saved_block
-from megamoe.cute_kernels.smem import BF16_BYTES, SMEM_LIMIT
+from megamoe.cute_kernels.smem import BF16_BYTES, SMEM_LIMIT, Offsets
 from megamoe.cute_kernels.tensor_maps import TensorMapSpec
 from megamoe.cute_kernels.workspace import TENSOR_MAP_BYTES, Block
 
@@ -263,15 +263,8 @@ class WgradShared:
         Raises:
             ValueError: it needs more than ``SMEM_LIMIT`` bytes.
         """
-        offset = 0
-        offsets: dict[str, int] = {}
-
-        def place(name: str, nbytes: int, align: int = 16) -> None:
-            nonlocal offset
-            offset = round_up(offset, align)
-            offsets[name] = offset
-            offset += nbytes
-
+        offsets = Offsets()
+        place = offsets.place
         experts = p.experts_per_pe
         place("a", config.stages * A_STAGE_BYTES, 1024)
         place("b", config.stages * B_STAGE_BYTES, 1024)
@@ -280,7 +273,7 @@ class WgradShared:
         place("entries", 8 * WGRAD_MAX_SAVED)
         place("block_prefix", 4 * WGRAD_MAX_SAVED * (experts + 1))
         place("expert_rows", 4 * WGRAD_MAX_SAVED * experts)
-        shared = cls(total=round_up(offset, 128), **offsets)
+        shared = cls(total=round_up(offsets.end, 128), **offsets.named)
         if shared.total > SMEM_LIMIT:
             raise ValueError(
                 f"stages={config.stages}, experts_per_pe={experts}: {shared.total} bytes of shared "

@@ -14,6 +14,8 @@ from megamoe.cute_kernels.kernel_config import KernelConfig, fc2_tiles
 from megamoe.cute_kernels.problem import BLOCK_M, MAX_SEND_CTAS, Problem
 
 REGION_ALIGN = 256
+PART_COLUMNS = 64
+"""Columns of h behind one part of a row's d_topk_weights: what a math warpgroup has in a half."""
 DTYPE_BYTES = {"u32": 4, "i32": 4, "u64": 8, "f32": 4, "bf16": 2, "u8": 1}
 
 STATUS_WORDS = 16
@@ -123,8 +125,8 @@ def local_block(p: Problem, config: KernelConfig | None = None) -> Block:
         regions.append(("token_rows", "i32", (p.num_pes, p.max_tokens, p.top_k)))
         regions.append(("pool_y", "bf16", (p.pool_rows, p.hidden)))
     if p.backward:
-        # Parts of d_topk_weights of a row, one per 64 columns of h, whatever the tile's width.
-        regions.append(("d_weight", "f32", (ceil_div(p.intermediate, 64), p.pool_rows)))
+        # Parts of a row's d_topk_weights; their number does not depend on the tile.
+        regions.append(("d_weight", "f32", (ceil_div(p.intermediate, PART_COLUMNS), p.pool_rows)))
     else:
         if not p.saves:
             regions.append(("pool_x", "bf16", (p.stored_rows, p.hidden)))

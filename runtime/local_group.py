@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -94,15 +95,9 @@ class LocalGroup:
             MegaMoEError: what the kernels reported; if several PEs did, the first one's error
                 with the others' texts as notes.
         """
+        calls = _calls(x, topk_ids, topk_weights, y, residual)
         for pe, session in enumerate(self.sessions):
-            session.launch(
-                weights[pe],
-                x_TH=x[pe],
-                topk_ids_TK=topk_ids[pe],
-                topk_weights_TK=topk_weights[pe],
-                y_TH=y[pe],
-                residual_TH=None if residual is None else residual[pe],
-            )
+            session.launch(weights[pe], **calls[pe])
         return self._finish()
 
     def save(
@@ -117,15 +112,10 @@ class LocalGroup:
         caller: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> tuple[object, list[Saved]]:
         """``forward``, keeping what the backward needs; the report, and the state of each PE."""
+        calls = _calls(x, topk_ids, topk_weights, y, residual)
         saved = [
             session.training.save(
-                weights[pe],
-                x_TH=x[pe],
-                topk_ids_TK=topk_ids[pe],
-                topk_weights_TK=topk_weights[pe],
-                y_TH=y[pe],
-                residual_TH=None if residual is None else residual[pe],
-                caller=None if caller is None else caller[pe],
+                weights[pe], **calls[pe], caller=None if caller is None else caller[pe]
             )
             for pe, session in enumerate(self.sessions)
         ]
@@ -184,3 +174,23 @@ class LocalGroup:
                 errors[0].add_note(str(other))
             raise errors[0]
         return report
+
+
+def _calls(
+    x: Sequence[torch.Tensor],
+    topk_ids: Sequence[torch.Tensor],
+    topk_weights: Sequence[torch.Tensor],
+    y: Sequence[torch.Tensor],
+    residual: Sequence[torch.Tensor] | None,
+) -> list[dict[str, Any]]:
+    """Each PE's arguments of a forward launch."""
+    return [
+        {
+            "x_TH": x[pe],
+            "topk_ids_TK": topk_ids[pe],
+            "topk_weights_TK": topk_weights[pe],
+            "y_TH": y[pe],
+            "residual_TH": None if residual is None else residual[pe],
+        }
+        for pe in range(len(x))
+    ]

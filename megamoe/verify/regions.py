@@ -6,11 +6,13 @@ import math
 import re
 from dataclasses import replace
 
+from megamoe.cute_kernels.kernel_config import KernelConfig
 from megamoe.cute_kernels.problem import Problem
+from megamoe.cute_kernels.saved import dgrad_block, saved_block
 from megamoe.cute_kernels.workspace import DTYPE_BYTES, Block, local_block, symmetric_block
 from megamoe.runtime.vgpu.findings import Finding
 
-_BYTE = re.compile(r"\b(local|symmetric)\[(\d+)\]")
+_BYTE = re.compile(r"\b(local|symmetric|saved|dgrad)\[(\d+)\]")
 
 
 def element(block: Block, byte: int) -> str:
@@ -31,19 +33,27 @@ def element(block: Block, byte: int) -> str:
     return f"[{byte}]"
 
 
-def named(text: str, problem: Problem) -> str:
-    """``local[…]`` and ``symmetric[…]`` in a text become elements of their regions."""
-    blocks = {"local": local_block(problem), "symmetric": symmetric_block(problem)}
+def named(text: str, problem: Problem, config: KernelConfig | None = None) -> str:
+    """``local[…]`` and the like in a text become elements of their regions; ``config`` of the
+    kernel, where that has regions of its own."""
+    blocks = {
+        "local": local_block(problem, config),
+        "symmetric": symmetric_block(problem),
+        "saved": saved_block(problem),
+        "dgrad": dgrad_block(problem),
+    }
     return _BYTE.sub(lambda m: element(blocks[m[1]], int(m[2])), text)
 
 
-def named_finding(finding: Finding, problem: Problem) -> Finding:
+def named_finding(
+    finding: Finding, problem: Problem, config: KernelConfig | None = None
+) -> Finding:
     """A finding that names workspace regions."""
     return replace(
         finding,
-        message=named(finding.message, problem),
-        where=named(finding.where, problem),
-        missing_edge=named(finding.missing_edge, problem),
+        message=named(finding.message, problem, config),
+        where=named(finding.where, problem, config),
+        missing_edge=named(finding.missing_edge, problem, config),
     )
 
 

@@ -188,7 +188,7 @@ def _call(
     outcome.report = report
     if report is not None:
         outcome.warp_instructions += report.warp_instructions
-        findings = [named_finding(f, moe.problem) for f in report.findings]
+        findings = [named_finding(f, moe.problem, moe.image.config) for f in report.findings]
         defects += [
             Defect(kind=f.kind, text=f.message, finding=f) for f in findings if counts(case, f)
         ]
