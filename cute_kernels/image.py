@@ -69,13 +69,20 @@ class Image:
     @property
     def setmaxnreg_kept(self) -> bool:
         """True if the kernel reallocates registers and ptxas did not ignore it."""
-        ignored = any(code in note for note in self.notes for code in SETMAXNREG_IGNORED)
-        return bool(self.setmaxnreg) and not ignored
+        return bool(self.setmaxnreg) and not self._noted(SETMAXNREG_IGNORED)
 
     @property
     def wgmma_serialised(self) -> bool:
         """True if ptxas serialised the asynchronous matrix products."""
-        return any(code in note for note in self.notes for code in SERIALISED_WGMMA)
+        return self._noted(SERIALISED_WGMMA)
+
+    @property
+    def sound(self) -> bool:
+        """True if nothing spills and ptxas neither serialised WGMMA nor ignored setmaxnreg."""
+        return self.spill_bytes == 0 and not self._noted(SETMAXNREG_IGNORED + SERIALISED_WGMMA)
+
+    def _noted(self, codes: tuple[str, ...]) -> bool:
+        return any(code in note for note in self.notes for code in codes)
 
 
 def parse_signature(ptx: str, names: tuple[str, ...]) -> tuple[str, tuple[Parameter, ...], int]:

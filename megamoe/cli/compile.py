@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from megamoe.cli.all_configs import compile_all
 from megamoe.cli.common import JSON_OPTION, plain_errors, steps, write_json
 from megamoe.cli.layer import layer_config, layer_options
 
+KERNELS = ("forward", "save", "dgrad", "wgrad")
+
 
 @click.command("compile")
 @click.option("--arch", default="sm_90a", show_default=True, help="GPU architecture.")
-@click.option("--kernel", type=click.Choice(["forward", "wgrad"]), default="forward",
-              show_default=True)  # fmt: skip
+@click.option("--kernel", type=click.Choice(KERNELS), default="forward", show_default=True,
+              help="save: the forward of training.")  # fmt: skip
 @click.option("--grad", type=click.Choice(["f32", "bf16"]), default="f32", show_default=True,
               help="Type of the gradients of wgrad.")  # fmt: skip
 @click.option(
@@ -33,23 +36,28 @@ from megamoe.cli.layer import layer_config, layer_options
 def compile_command(
     arch: str, kernel: str, grad: str, json_path: Path | None, **layer: Any
 ) -> None:
-    """Compile a kernel for a shape and report registers, spills and shared memory."""
+    """Compile a kernel for a shape and report registers, spills and shared memory.
+
+    The exit status is 1 if it spills, serialises WGMMA or loses setmaxnreg.
+    """
     with plain_errors(), steps(2) as progress:
         progress.begin("loading the compiler")
-        from megamoe.checks import check_kernel_support
+        from megamoe.checks import check_kernel_support, check_training_support
         from megamoe.cute_kernels.build import compile_forward, compile_wgrad
         from megamoe.cute_kernels.wgrad_tables import default_wgrad_config
         from megamoe.lowering import kernel_problem
 
         cfg = layer_config(**layer)
         check_kernel_support(cfg)
+        if kernel != "forward":
+            check_training_support(cfg)
         progress.begin(f"compiling for {arch}")
         problem = kernel_problem(cfg)
-        if kernel == "forward":
-            image = compile_forward(problem=problem, arch=arch)
-        else:
+        if kernel == "wgrad":
             config = default_wgrad_config(problem, grad=grad, bias_grad=grad)
             image = compile_wgrad(problem=problem, config=config, arch=arch)
+        else:
+            image = compile_forward(problem=replace(problem, mode=kernel), arch=arch)
     result: dict[str, Any] = {
         "registers": image.registers,
         "spill_bytes": image.spill_bytes,
@@ -76,3 +84,5 @@ def compile_command(
     for note in image.notes:
         table.add_row("ptxas note", note)
     Console().print(table)
+    if not image.sound:
+        raise SystemExit(1)

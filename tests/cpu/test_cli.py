@@ -163,7 +163,7 @@ def test_compile_reports_the_image(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ran = CliRunner().invoke(
         main, ["compile", *SHAPE, "--max-tokens", "64", "--json", str(file)], catch_exceptions=False
     )
-    assert ran.exit_code == 0, ran.output
+    assert ran.exit_code == 1, ran.output
     assert (seen["arch"], seen["problem"].hidden, seen["problem"].max_tokens) == (
         "sm_90a",
         2048,
@@ -181,6 +181,7 @@ def test_compile_reports_the_image(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     [
         (["--hidden", "100"], "hidden=100: must be a multiple of 8"),
         (["--top-k", "33"], "top_k=33: must be an integer in 1..32"),
+        (["--kernel", "dgrad", "--ring-rows", "256"], "ring_rows=256: must be None"),
         (["--arch", "sm_80"], "arch='sm_80': no forward kernel; allowed: sm_90a"),
         (["--activation", "gelu"], "Invalid value for '--activation'"),
     ],

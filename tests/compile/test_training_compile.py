@@ -1,15 +1,17 @@
-"""The compiler's report on the wgrad kernel for real models; no GPU needed."""
+"""The compiler's report on the kernels of training for real models; no GPU needed."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
 from megamoe.cli import main
 from megamoe.config import MoEConfig
-from megamoe.cute_kernels.abi import WGRAD_PARAMETERS
-from megamoe.cute_kernels.build import compile_wgrad
-from megamoe.cute_kernels.smem import SMEM_LIMIT
+from megamoe.cute_kernels.abi import PARAMETERS, WGRAD_PARAMETERS
+from megamoe.cute_kernels.build import compile_forward, compile_wgrad
+from megamoe.cute_kernels.image import Image
+from megamoe.cute_kernels.smem import SMEM_LIMIT, default_config
 from megamoe.cute_kernels.wgrad_tables import (
     WgradConfig,
     WgradShared,
@@ -42,18 +44,36 @@ def problem_of(hidden, intermediate, num_experts, top_k, features, num_pes=8):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("grad", ["f32", "bf16"])
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_report(layer, grad):
-    problem = problem_of(*layer)
-    config = default_wgrad_config(problem, grad=grad, bias_grad=grad)
-    image = compile_wgrad(problem=problem, config=config)
+def assert_sound(image: Image) -> None:
+    assert image.sound and not image.notes
     assert image.spill_bytes == 0
     assert image.registers <= 65536 // image.threads
     assert image.setmaxnreg_kept
     assert image.setmaxnreg == (("dec", 56), ("inc", 224))
     assert not image.wgmma_serialised
     assert image.smem_bytes <= SMEM_LIMIT
+
+
+@pytest.mark.parametrize("mode", ["save", "dgrad"])
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_save_and_dgrad(layer, mode):
+    problem = replace(problem_of(*layer), mode=mode)
+    image = compile_forward(problem=problem)
+    assert_sound(image)
+    # As the forward: both GEMMs share the main loop of a token width.
+    assert image.mma_instructions == {
+        f"m64n{width}k16.f32.bf16.bf16": 8 for width in default_config(problem).token_widths
+    }
+    assert [p.name for p in image.parameters] == [name for name, _, _ in PARAMETERS]
+
+
+@pytest.mark.parametrize("grad", ["f32", "bf16"])
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_wgrad(layer, grad):
+    problem = problem_of(*layer)
+    config = default_wgrad_config(problem, grad=grad, bias_grad=grad)
+    image = compile_wgrad(problem=problem, config=config)
+    assert_sound(image)
     # One main loop for every product: two halves of 64 rows, four k-steps.
     assert image.mma_instructions == {"m64n128k16.f32.bf16.bf16": 8}
     assert [p.name for p in image.parameters] == [name for name, _, _ in WGRAD_PARAMETERS]
@@ -79,13 +99,14 @@ def test_refusals():
         WgradConfig(service_registers=56, math_registers=240)
 
 
-def test_command(tmp_path):
-    path = tmp_path / "wgrad.json"
+@pytest.mark.parametrize("kernel, products", [("dgrad", 40), ("wgrad", 8)])
+def test_command(tmp_path, kernel, products):
+    path = tmp_path / "report.json"
     shape = ["--hidden", "256", "--intermediate", "128", "--experts", "4", "--top-k", "2"]
     ran = CliRunner().invoke(
-        main, ["compile", "--kernel", "wgrad", *shape, "--pes", "1", "--json", str(path)]
+        main, ["compile", "--kernel", kernel, *shape, "--pes", "1", "--json", str(path)]
     )
     assert ran.exit_code == 0, ran.output
-    assert "wgrad, sm_90a" in ran.output
+    assert f"{kernel}, sm_90a" in ran.output
     report = json.loads(path.read_text())
-    assert (report["spill_bytes"], report["mma_instructions"]) == (0, 8)
+    assert (report["spill_bytes"], report["mma_instructions"]) == (0, products)
