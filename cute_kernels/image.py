@@ -72,14 +72,22 @@ class Image:
         return bool(self.setmaxnreg) and not self._noted(SETMAXNREG_IGNORED)
 
     @property
+    def setmaxnreg_state(self) -> str:
+        """``"kept"``, ``"IGNORED"``, or ``"unused"`` in a form that never reallocates."""
+        if self.setmaxnreg_kept:
+            return "kept"
+        return "IGNORED" if self.setmaxnreg or self.config.reallocates else "unused"
+
+    @property
     def wgmma_serialised(self) -> bool:
         """True if ptxas serialised the asynchronous matrix products."""
         return self._noted(SERIALISED_WGMMA)
 
     @property
     def sound(self) -> bool:
-        """True if nothing spills and ptxas neither serialised WGMMA nor ignored setmaxnreg."""
-        return self.spill_bytes == 0 and not self._noted(SETMAXNREG_IGNORED + SERIALISED_WGMMA)
+        """True if nothing spills, ``setmaxnreg`` acts and WGMMA is asynchronous."""
+        kept = self.setmaxnreg_state != "IGNORED"
+        return self.spill_bytes == 0 and kept and not self.wgmma_serialised
 
     def _noted(self, codes: tuple[str, ...]) -> bool:
         return any(code in note for note in self.notes for code in codes)

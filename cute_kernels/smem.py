@@ -4,10 +4,11 @@ The host checks the total against the SM's limit and the kernel computes its add
 same table, so the two cannot disagree (CASES S7, S8).
 """
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 from megamoe.cute_kernels.arith import ceil_div, round_up
-from megamoe.cute_kernels.kernel_config import KernelConfig, check_fits, tiles_for
+from megamoe.cute_kernels.kernel_config import BLOCKS_N, KernelConfig, check_fits, tiles_for
 from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M, Problem
 
 SMEM_LIMIT = 232448
@@ -132,6 +133,29 @@ def dispatch_bytes(p: Problem, config: KernelConfig) -> int:
     return 4 * p.num_slots * (2 * config.warps + 1)
 
 
+DEPTHS = {256: (4, 3, 2), 128: (6, 5, 4, 3, 2), 64: (8, 7, 6, 5, 4, 3, 2)}
+"""Stages by ``block_n``, the most first: as many bytes in flight as four stages of 256 rows."""
+RING_SLOTS = (4, 3, 2)
+
+
+def deepest(p: Problem, config: KernelConfig) -> KernelConfig:
+    """``config`` with the deepest pipeline, then the longest row ring, that fit ``p``.
+
+    Raises:
+        ValueError: nothing fits, or the config does not serve ``p`` at all.
+    """
+    error: ValueError | None = None
+    for stages, ring_slots in itertools.product(DEPTHS[config.block_n], RING_SLOTS):
+        found = replace(config, stages=stages, ring_slots=ring_slots)
+        try:
+            SharedMap.of(p, found)
+        except ValueError as exc:
+            error = exc
+            continue
+        return found
+    raise ValueError(f"no kernel config fits: {error}")
+
+
 def default_config(p: Problem, *, sms: int | None = None) -> KernelConfig:
     """The deepest pipeline and row ring that fit ``p`` (rule-based; the tuner may choose others).
 
@@ -139,7 +163,8 @@ def default_config(p: Problem, *, sms: int | None = None) -> KernelConfig:
     five loops on the one accumulator ptxas serialises WGMMA (C7511).
 
     Args:
-        sms: SMs that ``tiles_for`` keeps busy in calls of ``p.max_tokens``; None: the widest tiles.
+        sms: SMs that ``tiles_for`` keeps busy in calls of ``p.max_tokens``; None: the widest tiles
+            and no split, so that results depend on no machine.
 
     Raises:
         ValueError: nothing fits.
@@ -147,22 +172,5 @@ def default_config(p: Problem, *, sms: int | None = None) -> KernelConfig:
     widths = (8, 16, 32, 64, BLOCK_M)
     if p.w13_transposed != p.w2_transposed:
         widths = (32, BLOCK_M)
-    block_n, split_k = (256, 1) if sms is None else tiles_for(p, sms)
-    error: ValueError | None = None
-    # As many bytes in flight as four stages of 256 rows have.
-    for stages in {256: (4, 3, 2), 128: (6, 5, 4, 3, 2), 64: (8, 7, 6, 5, 4, 3, 2)}[block_n]:
-        for ring_slots in (4, 3, 2):
-            config = KernelConfig(
-                stages=stages,
-                ring_slots=ring_slots,
-                token_widths=widths,
-                block_n=block_n,
-                split_k=split_k,
-            )
-            try:
-                SharedMap.of(p, config)
-            except ValueError as exc:
-                error = exc
-                continue
-            return config
-    raise ValueError(f"no kernel config fits: {error}")
+    block_n, split_k = (BLOCKS_N[0], 1) if sms is None else tiles_for(p, sms)
+    return deepest(p, KernelConfig(token_widths=widths, block_n=block_n, split_k=split_k))

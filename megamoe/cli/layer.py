@@ -30,13 +30,26 @@ FLAGS = (
 )
 
 
-def layer_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options; the command gets them as keyword arguments for `layer_config`."""
+SMS_OPTION = click.option(
+    "--sms",
+    type=click.IntRange(min=1),
+    default=132,
+    show_default=True,
+    help="SMs of the GPU, or num_sms of the session, for which the kernel config is chosen.",
+)
+
+
+def layer_options(command: Callable[..., Any], *, required: bool = True) -> Callable[..., Any]:
+    """Add the options; the command gets them as keyword arguments for `layer_config`.
+
+    Args:
+        required: False leaves it to the command to ask for sizes (`require_sizes`).
+    """
 
     def option(name: str) -> str:
         return "--" + name.replace("_", "-")
 
-    options = [click.option(name, type=int, required=True, help=text) for name, text in SIZES]
+    options = [click.option(name, type=int, required=required, help=text) for name, text in SIZES]
     options += [
         click.option("--max-tokens", type=int, default=4096, show_default=True, help="Per call."),
         click.option("--capacity", type=int, help="Pool rows of a PE; without it the worst case."),
@@ -52,6 +65,17 @@ def layer_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for add in reversed(options):
         command = add(command)
     return command
+
+
+def require_sizes(**options: Any) -> None:
+    """Refuse missing sizes as click does.
+
+    Raises:
+        click.MissingParameter: names the option.
+    """
+    for name, _ in SIZES:
+        if options[name.removeprefix("--").replace("-", "_")] is None:
+            raise click.MissingParameter(param_hint=f"'{name}'", param_type="option")
 
 
 def layer_config(*, experts: int, pes: int, limit: float | None, **options: Any) -> MoEConfig:

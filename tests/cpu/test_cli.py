@@ -4,12 +4,14 @@ here (tests/vgpu runs the real one), so that a wrong kernel can be played too.""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from cache_helpers import image_of
 from click.testing import CliRunner
 
 from megamoe import testing
@@ -18,6 +20,8 @@ from megamoe.cli.demo import tokens_per_pe
 from megamoe.config import MoEConfig
 from megamoe.cute_kernels import build
 from megamoe.cute_kernels.image import Image
+from megamoe.cute_kernels.kernel_config import KernelConfig
+from megamoe.cute_kernels.smem import default_config
 from megamoe.reference import moe_oracle
 from megamoe.timeline import activity_of, draw_timeline, join_spans
 
@@ -28,7 +32,7 @@ DEMO_KEYS = [
 ]  # fmt: skip
 COMPILE_KEYS = [
     "registers", "spill_bytes", "smem_bytes", "setmaxnreg_kept", "mma_instructions",
-    "compile_seconds",
+    "compile_seconds", "config",
 ]  # fmt: skip
 SHAPE = [
     "--hidden", "2048", "--intermediate", "768", "--experts", "128", "--top-k", "8", "--pes", "8",
@@ -149,13 +153,13 @@ def test_demo_tokens(pes: int) -> None:
 def test_compile_reports_the_image(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
-    def compile_forward(*, problem: Any, arch: str) -> Image:
-        seen.update(problem=problem, arch=arch)
+    def compile_forward(*, problem: Any, config: Any, arch: str) -> Image:
+        seen.update(problem=problem, config=config, arch=arch)
         return Image(
             entry="k", arch=arch, ptx="", cubin=b"", parameters=(), threads=384, smem_bytes=1000,
             registers=168, spill_bytes=16, setmaxnreg=(("dec", 40),),
             mma_instructions={"m64n128k16.f32.bf16.bf16": 6, "m64n8k16.f32.bf16.bf16": 2},
-            notes=("(C7507) ignored",), compile_seconds=1.23456,
+            notes=("(C7507) ignored",), compile_seconds=1.23456, config=config,
         )  # fmt: skip
 
     monkeypatch.setattr(build, "compile_forward", compile_forward)
@@ -172,8 +176,25 @@ def test_compile_reports_the_image(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert seen["problem"].experts_per_pe == 16 and seen["problem"].activation == "silu"
     result = json.loads(file.read_text())
     assert list(result) == COMPILE_KEYS
-    assert list(result.values()) == [168, 16, 1000, False, 8, 1.235]
+    assert list(result.values())[:-1] == [168, 16, 1000, False, 8, 1.235]
+    assert KernelConfig.from_plain(result["config"]) == seen["config"]
     assert "IGNORED" in ran.output and "C7507" in ran.output
+
+
+@pytest.mark.parametrize(("sms", "rows"), [(None, 64), (132, 64), (100, 128), (60, 256)])
+def test_compile_chooses_for_a_number_of_sms(
+    sms: int | None, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def compile_forward(*, problem: Any, config: Any, arch: str) -> Image:
+        assert config == default_config(problem, sms=sms or 132)
+        return replace(image_of(problem, config, arch), config=config)
+
+    monkeypatch.setattr(build, "compile_forward", compile_forward)
+    given = [] if sms is None else ["--sms", str(sms)]
+    file = tmp_path / "c.json"
+    arguments = ["compile", *SHAPE, "--max-tokens", "4", *given, "--json", str(file)]
+    ran = CliRunner().invoke(main, arguments, catch_exceptions=False)
+    assert ran.exit_code == 0 and f"{rows} weight rows" in ran.output
 
 
 @pytest.mark.parametrize(
