@@ -13,6 +13,8 @@ from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M, Problem
 
 SM_REGISTERS = 65536
 WARPGROUP_THREADS = 128
+DEFAULT_SMS = 132
+"""SMs of an H100 (SXM) or H200: whom configs are chosen for where no GPU is at hand."""
 BLOCKS_N = (256, 128, 64)
 MAX_SPLIT_K = 16
 CLUSTERS = ("none", "weights", "tokens")

@@ -57,7 +57,7 @@ def dgrad_block(p: Problem) -> Block:
 
 
 def mode_kernels(
-    p: Problem, config: KernelConfig | None = None, *, training: bool
+    p: Problem, config: KernelConfig | None = None, *, training: bool, sms: int | None = None
 ) -> dict[str, tuple[Problem, KernelConfig]]:
     """Problem and config of each mode of a session; they share one workspace, as large as the
     largest.
@@ -65,17 +65,19 @@ def mode_kernels(
     Args:
         config: of forwards; None, and dgrad's, follow the rule. In training none splits K: its
             counters must outlive a launch, and the modes' ends of the workspace overlap.
+        sms: SMs that the rule serves (``default_config``).
 
     Raises:
         ValueError: no config fits, or the one given splits K in training.
     """
     if not training:
-        return {"forward": (p, config or default_config(p))}
+        return {"forward": (p, config or default_config(p, sms=sms))}
     if config is not None and config.split_k > 1:
         raise ValueError(f"split_k={config.split_k}: must be 1 in training")
     kernels = {}
     for mode in ("forward", *TRAINING_MODES):
         problem = replace(p, mode=mode)
-        chosen = config if config is not None and mode != "dgrad" else default_config(problem)
+        given = None if mode == "dgrad" else config
+        chosen = given or default_config(problem, sms=sms)
         kernels[mode] = (problem, replace(chosen, split_k=1))
     return kernels

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import comb
 
 from megamoe.config import MoEConfig
-from megamoe.cute_kernels.kernel_config import KernelConfig
+from megamoe.cute_kernels.kernel_config import DEFAULT_SMS, KernelConfig
 from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.saved import dgrad_block, mode_kernels, saved_block
 from megamoe.cute_kernels.smem import SharedMap
@@ -59,7 +59,11 @@ class Plan:
 
 
 def plan(
-    cfg: MoEConfig, *, kernel_config: KernelConfig | None = None, training: bool = False
+    cfg: MoEConfig,
+    *,
+    kernel_config: KernelConfig | None = None,
+    training: bool = False,
+    sms: int | None = DEFAULT_SMS,
 ) -> Plan:
     """The workspace of one PE; the same on every PE. Allocates nothing and needs no GPU.
 
@@ -68,6 +72,8 @@ def plan(
         kernel_config: None chooses by rule.
         training: of a session built with ``training=True``: its blocks serve saving forwards and
             dgrad too. ``regions`` are those of the forward.
+        sms: SMs that the rule serves: ``num_sms`` of the session, by default all of an H100 or
+            H200. None: the widest tiles, as on vgpu.
 
     Raises:
         ValueError: the kernel does not run this config, or no kernel config fits.
@@ -79,7 +85,7 @@ def plan(
     [0.5, 4.57]
     """
     problem = kernel_problem(cfg)
-    kernels = mode_kernels(problem, kernel_config, training=training)
+    kernels = mode_kernels(problem, kernel_config, training=training, sms=sms)
     config = kernels["forward"][1]
     symmetric, local = symmetric_block(problem), local_block(problem, config)
     regions = tuple(

@@ -39,9 +39,11 @@ class Session(SessionSetup):
             ``megamoe.runtime.devices`` is taken as it is.
         transport: ``"auto"``, ``"nvshmem"``, ``"torch"`` or ``"local"``.
         num_sms: SMs the kernel may use; None is all of them. The others stay free for other work.
+            The same on every rank, unless ``kernel_config`` is given.
         timeout_s: deadline of waits for other PEs, 0 = none.
         cache: where compiled images are kept; None is the default folder.
-        kernel_config: of the forward; None chooses by rule.
+        kernel_config: of the forward; None chooses by rule for layer, Tmax and ``num_sms``. Only
+            its ``split_k`` decides bits of results.
         training: with the kernels of the backward, for ``save_for_backward=True`` and the two
             ``backward_`` calls. Each takes its time to compile, and the workspace serves the
             largest.

@@ -62,13 +62,13 @@ class SessionSetup:
         self.cfg = cfg
         self.training = training
         self._kernel_config = kernel_config
-        self._plan = plan(cfg, kernel_config=kernel_config, training=training)
         self._group = group_of(group, num_pes=cfg.num_pes)
         self.device: CudaDevice = device_of(device)
         self.arch = arch_of(self.device)
         self.num_sms = self.device.sms if num_sms is None else num_sms
         if not 1 <= self.num_sms <= self.device.sms:
             raise ValueError(f"num_sms={num_sms}: must be 1 to {self.device.sms}")
+        self._plan = plan(cfg, kernel_config=kernel_config, training=training, sms=self.num_sms)
         self.timeout_s = timeout_s
         self._cache = cache
         self._transport_name = transport
@@ -176,6 +176,8 @@ class SessionSetup:
         """What must be equal on every rank."""
         return {
             **asdict(self.cfg),
+            # The rule turns it into a kernel config; with one given, ranks may use as they like.
+            **({"num_sms": self.num_sms} if self._kernel_config is None else {}),
             "kernel_config": self._plan.config,
             "training": self.training,
             "arch": self.arch,
@@ -189,7 +191,12 @@ class SessionSetup:
         error: Exception | None = None
         try:
             cache = self._cache or default_cache()
-            kernels = mode_kernels(self._plan.problem, self._kernel_config, training=self.training)
+            kernels = mode_kernels(
+                self._plan.problem,
+                self._kernel_config,
+                training=self.training,
+                sms=self.num_sms,
+            )
             for mode, (problem, config) in kernels.items():
                 images[mode] = cache.get_or_compile(problem, config, arch=self.arch)
                 self.device.check(images[mode])

@@ -14,6 +14,7 @@ import torch
 
 from megamoe.checks import check_group, check_kernel_support, check_weights
 from megamoe.config import MoEConfig
+from megamoe.cute_kernels.smem import default_config
 from megamoe.lowering import kernel_problem
 from megamoe.runtime.cache import ImageCache, default_cache
 from megamoe.runtime.devices.cuda import CudaDevice
@@ -58,7 +59,8 @@ class OneGpuMoE:
         self.cfg, self.devices = cfg, list(devices)
         self.grid = sms // cfg.num_pes
         problem = kernel_problem(cfg)
-        image = (cache or default_cache()).get_or_compile(problem)
+        config = default_config(problem, sms=self.grid)
+        image = (cache or default_cache()).get_or_compile(problem, config)
         self.group = LocalGroup(
             problem=problem,
             image=image,

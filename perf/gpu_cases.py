@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from megamoe import MoEConfig
-from megamoe.cute_kernels.kernel_config import KernelConfig
+from megamoe.cute_kernels.kernel_config import DEFAULT_SMS, KernelConfig
 from megamoe.cute_kernels.problem import Problem
+from megamoe.cute_kernels.smem import default_config
 from megamoe.lowering import kernel_problem
 
 PES = (1, 2, 4, 8)
@@ -137,6 +138,8 @@ CASES = (
 )  # fmt: skip
 SMALL = CASES[0]
 """The case of the soak, of the graph and of compute-sanitizer."""
+FEW_SMS = (1, 7)
+"""``num_sms`` with which it must give the same bits as with all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,11 +204,16 @@ PROBES = (
 )
 
 
-def problems() -> list[tuple[Problem, KernelConfig | None]]:
-    """Every image the check loads, once each."""
-    configs = [case.config(pes) for case in CASES for pes in PES]
-    configs += [shape.cfg for shape in (*SHAPES, *PROBES)]
-    return [(problem, None) for problem in dict.fromkeys(map(kernel_problem, configs))]
+def problems(sms: int = DEFAULT_SMS) -> list[tuple[Problem, KernelConfig]]:
+    """Every image that the check and ``tests/gpu`` load on a GPU of ``sms`` SMs, once each."""
+    wanted = [(case.config(pes), sms // pes) for case in CASES for pes in PES]
+    wanted += [(shape.cfg, sms) for shape in (*SHAPES, *PROBES)]
+    wanted += [(SMALL.config(1), few) for few in FEW_SMS]
+    jobs = []
+    for cfg, each in wanted:
+        problem = kernel_problem(cfg)
+        jobs.append((problem, default_config(problem, sms=each)))
+    return list(dict.fromkeys(jobs))
 
 
 def digest(y: list[torch.Tensor]) -> str:

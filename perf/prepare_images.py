@@ -18,6 +18,7 @@ from gpu_probes import probe_file
 from rich.progress import track
 from row_pull import compile_row_pull
 
+from megamoe.cute_kernels.kernel_config import DEFAULT_SMS
 from megamoe.runtime.cache import ImageCache
 from megamoe.runtime.image_file import encode
 from megamoe.runtime.parallel import compile_many
@@ -29,10 +30,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=BUNDLE)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--vgpu-pes", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--sms", type=int, default=DEFAULT_SMS, help="SMs of the GPU")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     cache = ImageCache()
-    jobs = problems()
+    jobs = problems(options.sms)
     compile_many(
         jobs,
         cache=cache,

@@ -340,7 +340,8 @@ class ImageCache:
             if key.compiler is None:
                 raise CompilerMissing(
                     f"no image for {_shape_text(key)} in {self.folder}, and {COMPILER} is not "
-                    "installed here: run `megamoe cache export` where it is and "
+                    "installed here: run `megamoe cache build` (with --sms as many as this "
+                    "session uses) and `megamoe cache export` where it is and "
                     "`megamoe cache import` here, with the same megamoe"
                 )
             from megamoe.cute_kernels import build

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megamoe.cli.common import JSON_OPTION, plain_errors, write_json
+from megamoe.cli.layer import SMS_OPTION
 
 FOLDER_OPTION = click.option(
     "--folder",
@@ -129,12 +130,22 @@ def parse_shape(text: str) -> tuple[int, ...]:
 @click.option("--activation", default="silu", show_default=True)
 @click.option("--arch", default="sm_90a", show_default=True)
 @click.option("--workers", default=2, show_default=True, help="Compilations at once.")
+@SMS_OPTION
 @FOLDER_OPTION
 def build_command(
-    shapes: tuple[str, ...], activation: Any, arch: str, workers: int, folder: Path | None
+    shapes: tuple[str, ...],
+    activation: Any,
+    arch: str,
+    workers: int,
+    sms: int,
+    folder: Path | None,
 ) -> None:
-    """Compile the forward kernel for SHAPES (H/I/E/K/P[/Tmax]) in parallel processes."""
+    """Compile the forward kernel for SHAPES (H/I/E/K/P[/Tmax]) in parallel processes.
+
+    A session finds them on a GPU with --sms SMs, or with that many as its num_sms.
+    """
     from megamoe.config import MoEConfig
+    from megamoe.cute_kernels.smem import default_config
     from megamoe.lowering import kernel_problem
     from megamoe.runtime.parallel import compile_many
 
@@ -161,7 +172,8 @@ def build_command(
                 max_tokens=tokens,
                 activation=activation,
             )
-            jobs.append((kernel_problem(cfg), None))
+            problem = kernel_problem(cfg)
+            jobs.append((problem, default_config(problem, sms=sms)))
         task = progress.add_task("compiling", total=len(jobs))
         made = []
 

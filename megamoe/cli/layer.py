@@ -8,6 +8,7 @@ from typing import Any, get_args
 import click
 
 from megamoe.config import ACTIVATIONS, Combine, MoEConfig, W13Layout, WeightAt
+from megamoe.cute_kernels.kernel_config import DEFAULT_SMS
 
 SIZES = (
     ("--hidden", "H, the hidden size."),
@@ -33,7 +34,7 @@ FLAGS = (
 SMS_OPTION = click.option(
     "--sms",
     type=click.IntRange(min=1),
-    default=132,
+    default=DEFAULT_SMS,
     show_default=True,
     help="SMs of the GPU, or num_sms of the session, for which the kernel config is chosen.",
 )

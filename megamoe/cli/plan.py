@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megamoe.cli.common import JSON_OPTION, plain_errors, write_json
-from megamoe.cli.layer import layer_config, layer_options
+from megamoe.cli.layer import SMS_OPTION, layer_config, layer_options
 
 
 def size_text(nbytes: int) -> str:
@@ -29,8 +29,9 @@ def size_text(nbytes: int) -> str:
 @click.command("plan")
 @layer_options
 @click.option("--training", is_flag=True, help="Of a session that trains; and of a saved call.")
+@SMS_OPTION
 @JSON_OPTION
-def plan_command(json_path: Path | None, training: bool, **layer: Any) -> None:
+def plan_command(json_path: Path | None, training: bool, sms: int, **layer: Any) -> None:
     """Show the bytes of every region of one PE's workspace."""
     from megamoe.checks import check_training_support
     from megamoe.planning import plan
@@ -39,7 +40,7 @@ def plan_command(json_path: Path | None, training: bool, **layer: Any) -> None:
         cfg = layer_config(**layer)
         if training:
             check_training_support(cfg)
-        planned = plan(cfg, training=training)
+        planned = plan(cfg, training=training, sms=sms)
     table = Table(title=f"workspace of one PE of {cfg.num_pes}: {size_text(planned.total_bytes)}")
     for column in ("block", "region", "shape", "bytes"):
         table.add_column(column, justify="right" if column == "bytes" else "left")

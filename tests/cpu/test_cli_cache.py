@@ -7,12 +7,16 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from api_helpers import config, recording_session
 from cache_helpers import fake_compile, problem
 from click.testing import CliRunner
+from recorded import stub_compile
 
 from megamoe.cli import main
 from megamoe.cli.cache import parse_shape
+from megamoe.cute_kernels.smem import default_config
 from megamoe.runtime.cache import ImageCache
+from megamoe.runtime.errors import CompilerMissing
 
 
 def run(*arguments: object, code: int = 0) -> str:
@@ -76,12 +80,40 @@ def test_build(folder, monkeypatch):
 
     monkeypatch.setattr("megamoe.runtime.parallel.compile_many", compile_many)
     shapes = ["2048/768/128/8/8", "4096/14336/8/2/8/512"]
-    text = run("build", *shapes, "--workers", 3, "--folder", folder)
+    text = run("build", *shapes, "--workers", 3, "--folder", folder, "--sms", 64)
     assert "1 compiled, 1 were cached" in text
     assert [(p.hidden, p.max_tokens) for p, _ in seen["jobs"]] == [(2048, 4096), (4096, 512)]
+    assert [config for _, config in seen["jobs"]] == [
+        default_config(p, sms=64) for p, _ in seen["jobs"]
+    ]
     assert (seen["arch"], seen["workers"]) == ("sm_90a", 3)
     assert "H/I/E/K/P" in run("build", "1/2", code=1)
     assert "multiple of 8" in run("build", "100/64/8/2/1", code=1)
+
+
+def test_built_for_a_number_of_sms_and_found_by_its_session(tmp_path, monkeypatch):
+    """Compiled without a GPU, used without a compiler: by a session of that many SMs only."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "megamoe.cli.cache._cache", lambda folder: ImageCache(folder, compile=stub_compile)
+        )
+        shape = "512/1024/4/1/1/16"
+        assert "1 compiled" in run("build", shape, "--workers", 1, "--folder", here)
+        assert "1 compiled" in run("build", shape, "--workers", 1, "--folder", here, "--sms", 12)
+    run("export", tmp_path / "images.tar", "--folder", here)
+    run("import", tmp_path / "images.tar", "--folder", there)
+    monkeypatch.setattr("megamoe.runtime.cache.compiler_version", lambda: None)
+    cfg = config(hidden=512, intermediate=1024, num_experts=4, top_k=1)
+    for num_sms in (None, 12):
+        session, api = recording_session(cfg, there, num_sms=num_sms)
+        session._cache.compile = None
+        session.warmup()
+        assert session._cache.compiles == 0 and len(api.launches) == 1
+    session, _ = recording_session(cfg, there, num_sms=3)
+    session._cache.compile = None
+    with pytest.raises(CompilerMissing, match=r"cache build. \(with --sms"):
+        session.warmup()
 
 
 @pytest.mark.parametrize("text", ["", "1/2/3/4", "a/b/c/d/e", "1/2/3/4/5/6/7"])

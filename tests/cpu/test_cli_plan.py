@@ -34,6 +34,17 @@ def test_the_table_and_the_file(tmp_path: Path) -> None:
     assert "GiB" in text and "pool_h" in text
 
 
+def test_sms_decide_on_a_split_and_its_memory(tmp_path: Path) -> None:
+    """One token: fc2 of its experts has few tiles, so that more SMs split it."""
+    found = {}
+    for sms in (8, 700):
+        run("--pes", "8", "--max-tokens", "1", "--sms", str(sms), "--json", str(tmp_path / "f"))
+        found[sms] = json.loads((tmp_path / "f").read_text())
+    names = {sms: {region["name"] for region in each["regions"]} for sms, each in found.items()}
+    assert names[700] - names[8] == {"parts", "partial"}
+    assert found[700]["local_bytes"] > found[8]["local_bytes"]
+
+
 def test_a_capacity_lowers_it_and_bad_sizes_are_refused(tmp_path: Path) -> None:
     sizes = []
     for extra in ([], ["--capacity", "20000"]):

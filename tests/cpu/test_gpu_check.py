@@ -19,7 +19,10 @@ from baseline import grouped_moe  # noqa: E402
 from gpu_backend import DryBackend  # noqa: E402
 from gpu_check import LIMIT_S, markdown, open_images  # noqa: E402
 
+from megamoe import Session  # noqa: E402
 from megamoe.reference import moe_oracle  # noqa: E402
+from megamoe.runtime.cache import ImageCache  # noqa: E402
+from megamoe.runtime.devices.recording import stub_image  # noqa: E402
 
 
 def test_dry_run_goes_through_everything(tmp_path):
@@ -64,6 +67,28 @@ def test_images_are_listed_once_and_cover_every_case():
     jobs = gpu_cases.problems()
     assert len(jobs) == len(set(jobs)) > 20
     assert len(gpu_cases.CASES) == 12
+
+
+def test_the_prepared_images_are_those_that_are_asked_for(tmp_path):
+    """By P PEs that share the GPU, and by sessions of few and of all SMs."""
+    asked = []
+
+    def compile(*, problem, config, arch):
+        asked.append((problem, config))
+        return stub_image()
+
+    backend = DryBackend(ImageCache(tmp_path, compile=compile))
+    for case in gpu_cases.CASES[-3:]:
+        for pes in gpu_cases.PES:
+            gpu_steps.layer_for(backend, case.call(pes)).close()
+    for num_sms in (*gpu_cases.FEW_SMS, None):
+        device = backend.whole_device()
+        cfg = gpu_cases.SMALL.config(1)
+        with Session(cfg, device=device, cache=backend.images, num_sms=num_sms) as session:
+            session.warmup()
+    assert len(asked) == len(set(asked)) >= 13
+    assert set(asked) <= set(gpu_cases.problems())
+    assert {config.block_n for _, config in asked} >= {64, 256}
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu"])

@@ -8,11 +8,13 @@ import threading
 import pytest
 import torch
 from api_helpers import config, inputs, recording_layer, recording_session, weights
-from recorded import recording_api
+from recorded import recording_api, stub_compile
 from thread_group import run_ranks
 
 import megamoe
 from megamoe import MoEConfig, Session
+from megamoe.cute_kernels.kernel_config import KernelConfig
+from megamoe.cute_kernels.smem import default_config
 from megamoe.runtime.devices.cuda import CudaDevice
 from megamoe.runtime.devices.driver import Driver
 from megamoe.runtime.devices.recording import driver_present
@@ -63,6 +65,22 @@ def test_sms_can_be_left_free(tmp_path):
     for num_sms in (0, 133):
         with pytest.raises(ValueError, match=f"num_sms={num_sms}: must be 1 to 132"):
             recording_session(config(), tmp_path, num_sms=num_sms)
+
+
+@pytest.mark.parametrize(("num_sms", "tiles"), [(None, (64, 2)), (6, (128, 1)), (3, (256, 1))])
+def test_the_rule_serves_the_sms_of_the_session(num_sms, tiles, tmp_path):
+    cfg = config(hidden=512, intermediate=1024, num_experts=4, top_k=1)
+    session, _ = recording_session(cfg, tmp_path, num_sms=num_sms)
+    asked = []
+    session._cache.compile = lambda **what: asked.append(what["config"]) or stub_compile(**what)
+    session.warmup()
+    chosen = session.plan().config
+    assert asked == [chosen] == [default_config(session.plan().problem, sms=num_sms or 132)]
+    assert (chosen.block_n, chosen.split_k) == tiles
+    assert session.plan() == megamoe.plan(cfg, sms=num_sms or 132)
+    # vgpu and whoever asks for no SMs get what depends on no machine.
+    plain = megamoe.plan(cfg, sms=None).config
+    assert (plain.block_n, plain.split_k) == (256, 1)
 
 
 def test_a_grid_that_does_not_fit_is_refused_and_everything_given_back(tmp_path):
@@ -248,13 +266,14 @@ def ranks(monkeypatch, tmp_path):
     )
     apis = {}
 
-    def run(body, cfgs: list[MoEConfig], *, free_bytes=None, compile=None):
+    def run(body, cfgs: list[MoEConfig], *, free_bytes=None, compile=None, settings=None):
         options.update(free_bytes or {})
 
         def main(group):
             local.group = group
             apis[group.rank] = recording_api()
-            session, _ = recording_session(cfgs[group.rank], tmp_path, apis[group.rank])
+            given = settings[group.rank] if settings else {}
+            session, _ = recording_session(cfgs[group.rank], tmp_path, apis[group.rank], **given)
             if compile is not None:
                 session._cache.compile = compile(group.rank)
                 session._cache.folder = session._cache._images_folder = tmp_path / str(group.rank)
@@ -277,6 +296,17 @@ def test_ranks_that_differ_are_told_before_any_launch(ranks):
     results = ranks(lambda session, rank: session.warmup(), cfgs)
     same_error(results, ValueError, "max_tokens: rank 0 has 16, rank 2 has 32")
     assert all(api.launches == [] for api in ranks.apis.values())
+
+
+def test_ranks_agree_on_the_number_of_sms_that_chooses_the_config(ranks):
+    settings = [{"num_sms": 132}, {"num_sms": 100}]
+    results = ranks(lambda s, r: s.warmup(), [config(num_pes=2)] * 2, settings=settings)
+    same_error(results, ValueError, "num_sms: rank 0 has 132, rank 1 has 100; must be the same")
+    assert all(api.launches == [] for api in ranks.apis.values())
+    # With a config given it decides nothing that others see.
+    settings = [{**each, "kernel_config": KernelConfig()} for each in settings]
+    results = ranks(lambda s, r: s.warmup().num_sms, [config(num_pes=2)] * 2, settings=settings)
+    assert results == [132, 100]
 
 
 def test_each_pe_knows_every_block(ranks):

@@ -57,7 +57,7 @@ def test_a_first_call_inside_a_capture_is_refused_and_the_capture_survives(backe
 def test_results_do_not_depend_on_the_stream_or_the_number_of_sms(backend):
     call = gpu_cases.SMALL.call(1, seed=2)
     moved, where, found = call.to(backend.memory), backend.memory, []
-    for num_sms in (1, 7, None):
+    for num_sms in (*gpu_cases.FEW_SMS, None):
         with Session(call.cfg, cache=backend.images, num_sms=num_sms, timeout_s=20) as session:
             layer = MegaMoE(call.cfg, call.w13.to(where), call.w2.to(where), session=session)
             with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):

@@ -114,3 +114,27 @@ def test_a_report_reaches_the_next_call(cfg):
         layer(*given, num_tokens=count)
     layer(*given, num_tokens=count)
     layer.session.close()
+
+
+@torch.inference_mode()
+def test_tiles_chosen_for_the_sms_change_no_bit():
+    """Two SMs and two experts: the rule takes narrow tiles for forwards, but not for those that
+    save; both count their tiles in the same words of one workspace, call after call."""
+    cfg = MoEConfig(
+        hidden=256, intermediate=128, num_experts=2, top_k=1, num_pes=1, max_tokens=24,
+        activation="relu",
+    )  # fmt: skip
+    data = make_inputs(cfg, tokens=[20], integers=True)
+    given = (data.x[0], data.topk_ids[0], data.topk_weights[0])
+    right = answer(cfg, data, *given)
+    with Session(cfg, device=RunningDevice(), training=True) as session:
+        bound = session.warmup().bind(data.w13, data.w2)
+        built = session._pe_session
+        assert (built.image.config.block_n, built.image.config.split_k) == (128, 1)
+        assert built.training._images.modes["save"].config.block_n == 256
+        for _ in range(2):
+            assert_same_bits([session.forward(bound, *given)], right)
+            y, saved = session.forward(bound, *given, save_for_backward=True)
+            assert_same_bits([y], right)
+            saved.free()
+        session.check()
