@@ -6,6 +6,7 @@ The compiler is replaced here; ``tests/compile`` runs the real one.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ from click.testing import CliRunner
 from megamoe.cli import all_configs, main
 from megamoe.cli.all_configs import LAYERS, forms_of, layer_problem
 from megamoe.cute_kernels.smem import SharedMap
+
+PERF = Path(__file__).parents[2] / "perf"
+sys.path.insert(0, str(PERF))
+
+import form_tables  # noqa: E402
 
 WIDE = [(256, 1, "none"), (256, 1, "weights"), (256, 1, "tokens"), (256, 4, "none")]
 NARROW = [(128, 1, "none"), (128, 4, "none"), (64, 1, "none"), (64, 4, "none")]
@@ -150,3 +156,22 @@ def test_unknown_forms_and_missing_sizes_are_refused(monkeypatch: pytest.MonkeyP
     assert not jobs
     ran = CliRunner().invoke(main, ["compile", "--hidden", "512"])
     assert ran.exit_code == 2 and "Missing option '--intermediate'" in ran.output
+
+
+def test_the_tables_of_the_docs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The tiles that the rule chooses are those that are written down; the tables of the compile
+    report show an unsound kernel."""
+    docs = (PERF.parent / "docs" / "configs.md").read_text()
+    assert form_tables.chosen_tiles() in docs
+    stand_in(monkeypatch, FAULTS["setmaxnreg"] | {"registers": 200})
+    run("--json", tmp_path / "all.json")
+    kernels = json.loads((tmp_path / "all.json").read_text())["kernels"]
+    lines = form_tables.forms(kernels).splitlines()
+    assert len(lines) == 2 + 16
+    assert lines[2] == "| 256 rows | 2 | 12 | 168 | 0 | kept (56/224) | none |"
+    assert lines[-1].endswith("| 2 | 12 | 168 to 200 | 0 | unused | (C7507) setmaxnreg ignored |")
+    lines = form_tables.depths(kernels).splitlines()
+    assert len(lines) == 2 + 2 and lines[2].startswith("| a | 4, 4: 1000 | 6, 4: 1000 | 8, 4: 1000")
+    kernels[-1]["smem_bytes"] = 7
+    with pytest.raises(ValueError, match="8, 4: 1000 and 8, 4: 7"):
+        form_tables.depths(kernels)
