@@ -11,6 +11,8 @@ from api_helpers import config
 from click.testing import CliRunner
 
 from megamoe.cli import main
+from megamoe.cute_kernels.kernel_config import DEFAULT_SMS
+from megamoe.cute_kernels.smem import default_config
 from megamoe.lowering import kernel_problem
 from megamoe.testing import compiled
 
@@ -55,7 +57,8 @@ print(len(api.launches), image.entry)
 
 
 def test_export_import_and_launch_without_the_compiler(tmp_path: Path) -> None:
-    image = compiled(kernel_problem(config()))
+    problem = kernel_problem(config())
+    image = compiled(problem, default_config(problem, sms=DEFAULT_SMS))  # as the session asks
     runner = CliRunner()
     exported = runner.invoke(main, ["cache", "export", str(tmp_path / "images.tar")])
     assert exported.exit_code == 0, exported.output
@@ -70,7 +73,7 @@ def test_export_import_and_launch_without_the_compiler(tmp_path: Path) -> None:
         text=True,
         timeout=60,
         cwd=Path(__file__).parent,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
     )
     assert ran.returncode == 0, ran.stderr
     assert "not installed here" in ran.stdout and "H 256" in ran.stdout
