@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,14 @@ class MatrixResult:
         """Defects of some kinds over all runs."""
         return sum(outcome.count(*kinds) for outcome in self.outcomes)
 
+    def bytes_by_role(self) -> dict[str, dict[str, int]]:
+        """Bytes of global memory by role and space (``vgpu.report.Report``), over all runs."""
+        sums: dict[str, Counter[str]] = {}
+        for outcome in self.outcomes:
+            for role, spaces in outcome.bytes_by_role.items():
+                sums.setdefault(role, Counter()).update(spaces)
+        return {role: dict(sorted(spaces.items())) for role, spaces in sorted(sums.items())}
+
     def as_json(self) -> dict[str, Any]:
         """The counts of ``megamoe verify --json``."""
         return {
@@ -40,6 +49,7 @@ class MatrixResult:
             "wrong_results": self.count("wrong_result", "wrong_error"),
             "other_errors": self.count("memory_fault", "sync_error"),
             "warp_instructions": sum(o.warp_instructions for o in self.outcomes),
+            "bytes": self.bytes_by_role(),
             "findings": [
                 {"run": str(o.run), "kind": d.kind, "text": d.text}
                 for o in self.outcomes

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -76,11 +77,13 @@ class Defect:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a run found. ``lines`` are the PTX lines that were executed."""
+    """What a run found. ``lines`` are the PTX lines that were executed; ``bytes_by_role`` as in the
+    report of vgpu, over all calls."""
 
     run: Run
     defects: list[Defect] = field(default_factory=list)
     warp_instructions: int = 0
+    bytes_by_role: dict[str, Counter[str]] = field(default_factory=dict)
     seconds: float = 0.0
     report: Any = None
     lines: frozenset[int] = frozenset()
@@ -188,6 +191,8 @@ def _call(
     outcome.report = report
     if report is not None:
         outcome.warp_instructions += report.warp_instructions
+        for role, spaces in report.bytes_by_role.items():
+            outcome.bytes_by_role.setdefault(role, Counter()).update(spaces)
         findings = [named_finding(f, moe.problem, moe.image.config) for f in report.findings]
         defects += [
             Defect(kind=f.kind, text=f.message, finding=f) for f in findings if counts(case, f)

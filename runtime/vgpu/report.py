@@ -17,8 +17,10 @@ class Report:
 
     ``bytes_by_pair[(src, dst)]`` counts bytes that moved from memory of PE ``src`` to PE ``dst``:
     loads and bulk loads count towards the reader, stores towards the owner of the memory.
-    ``read_by_role`` and ``written_by_role`` are bytes of global memory, own and peers', that a
-    role's instructions and copies asked for: what HBM and links would move without any cache.
+    ``bytes_by_role[role][space]`` are bytes of global memory that a role's instructions and copies
+    asked for, what HBM and links would move without any cache: ``own_read``, ``own_written``,
+    ``peers_read`` and ``peers_written``. ``wgmma_operand_bytes`` is what WGMMA read of shared
+    memory: A (unless in registers) and B of each instruction.
     ``activity[(pe, cta, warp)]`` is a list of (start, end, kind) in ticks (warp instructions of
     the whole world); kind is ``run`` or what the warp waited for.
     """
@@ -26,9 +28,9 @@ class Report:
     warp_instructions: int = 0
     instructions_by_role: dict[str, int] = field(default_factory=dict)
     bytes_by_pair: dict[tuple[int, int], int] = field(default_factory=dict)
-    read_by_role: dict[str, int] = field(default_factory=dict)
-    written_by_role: dict[str, int] = field(default_factory=dict)
+    bytes_by_role: dict[str, dict[str, int]] = field(default_factory=dict)
     wgmma_flops: int = 0
+    wgmma_operand_bytes: int = 0
     tensor_load_bytes: int = 0
     async_ops: dict[str, int] = field(default_factory=dict)
     async_bytes: dict[str, int] = field(default_factory=dict)
@@ -41,6 +43,23 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
 
     @property
+    def read_by_role(self) -> dict[str, int]:
+        """Bytes that roles read from global memory, own and peers'."""
+        return self._by_role("read")
+
+    @property
+    def written_by_role(self) -> dict[str, int]:
+        """Bytes that roles wrote to global memory, own and peers'."""
+        return self._by_role("written")
+
+    def _by_role(self, way: str) -> dict[str, int]:
+        sums = {
+            role: sum(n for space, n in spaces.items() if space.endswith(way))
+            for role, spaces in self.bytes_by_role.items()
+        }
+        return {role: n for role, n in sums.items() if n}
+
+    @property
     def bytes_between_pes(self) -> int:
         """Bytes that crossed from one PE to another."""
         return sum(n for (src, dst), n in self.bytes_by_pair.items() if src != dst)
@@ -48,7 +67,11 @@ class Report:
 
 def collect(world: World, seconds: float) -> Report:
     """Build the report of the run that just ended (or stopped)."""
-    r = Report(seconds=seconds, wgmma_flops=world.wgmma_flops)
+    r = Report(
+        seconds=seconds,
+        wgmma_flops=world.wgmma_flops,
+        wgmma_operand_bytes=world.wgmma_operand_bytes,
+    )
     for w in world.all_warps:
         key = (w.pe, w.cta.number, w.index)
         r.warp_instructions += w.icount
@@ -59,8 +82,10 @@ def collect(world: World, seconds: float) -> Report:
         for other in range(world.pes):
             _add(r.bytes_by_pair, (other, w.pe), w.loaded[other])
             _add(r.bytes_by_pair, (w.pe, other), w.stored[other])
-        _add(r.read_by_role, role, sum(w.loaded[:-1]))
-        _add(r.written_by_role, role, sum(w.stored[:-1]))
+        spaces = r.bytes_by_role.setdefault(role, {})
+        for way, tally in (("read", w.loaded), ("written", w.stored)):
+            _add(spaces, f"own_{way}", tally[w.pe])
+            _add(spaces, f"peers_{way}", sum(tally[:-1]) - tally[w.pe])
     for name, (ops, nbytes) in world.async_counts.items():
         r.async_ops[name], r.async_bytes[name] = ops, nbytes
         if name.startswith("cp.async.bulk.tensor") and "mbarrier::complete_tx" in name:

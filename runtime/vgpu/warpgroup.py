@@ -188,6 +188,8 @@ class Warpgroup:
         self.flying[m.key] = d
         world = w.world
         world.wgmma_flops += 2 * 64 * m.n * a.shape[1]
+        rows = m.n if m.a_regs is not None else 64 + m.n
+        world.wgmma_operand_bytes += rows * a.shape[1] * wg.ELEMENT_BYTES[m.a_type]
         if world.detector is not None:
             world.detector.wgmma_execute(w, group, steps)
 

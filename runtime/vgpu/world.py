@@ -80,6 +80,7 @@ class World:
         self.all_warps: list[Warp] = []
         self.async_counts: dict[str, list[int]] = {}
         self.progress = self.ticks = self.wgmma_flops = 0
+        self.wgmma_operand_bytes = 0
         self.idle_rounds = self.idle_start = 0
         self.stuck_progress = self.watched_progress = -1
         self.watched_tick = 0

@@ -80,6 +80,9 @@ SWAPPED = GemmConfig(512, 128, 64 * 9, tile_m=256, stages=3, m_major=True)
 def test_stages_wrap_and_work_is_counted(config: GemmConfig) -> None:
     report = run(config)
     assert report.wgmma_flops == 2 * config.m * config.n * config.k
+    # An instruction multiplies 64 rows of A by tile_n of B, 16 deep.
+    products = report.wgmma_flops // (2 * 64 * config.tile_n * 16)
+    assert report.wgmma_operand_bytes == products * (64 + config.tile_n) * 16 * 2
     tiles = (config.m // config.tile_m) * (config.n // config.tile_n)
     stage = (config.tile_m + config.tile_n) * config.tile_k * 2
     assert report.tensor_load_bytes == tiles * config.k // config.tile_k * stage

@@ -85,7 +85,34 @@ def test_command_counts_and_succeeds(tmp_path: Path) -> None:
     assert [values[key] for key in COUNTS] == [1, 2, 0, 0, 0, 0]
     assert values["warp_instructions"] > 1000
     assert values["findings"] == []
+    # Without tokens only counts and signals move, by the warps that send and receive routes.
+    moved = {role: sum(spaces.values()) for role, spaces in values["bytes"].items()}
+    assert 0 < sum(moved.values()) < 2 * 3 * 10_000
+    assert "math" not in moved or values["bytes"]["math"].get("peers_written", 0) == 0
     assert "mutation" not in values
+
+
+def test_bytes_by_role_and_space_over_all_runs() -> None:
+    """Each part of the sum, and its place in the file."""
+    case = Case(name="two", tokens=(3, 5), hidden=512, top_k=1, route="one", calls=2)
+    runs = [Run(case=case), Run(case=case, schedule="starve")]
+    result = run_matrix(runs, processes=1)
+    found = result.as_json()["bytes"]
+    assert found == result.bytes_by_role()
+    for role, spaces in found.items():
+        assert set(spaces) <= {"own_read", "own_written", "peers_read", "peers_written"}, role
+        assert all(spaces.values())
+        for space, nbytes in spaces.items():
+            parts = [
+                outcome.bytes_by_role.get(role, {}).get(space, 0) for outcome in result.outcomes
+            ]
+            assert sum(parts) == nbytes
+    # One expert, of the second PE: the first one's rows are fetched once and sent back once, each
+    # with a word that says so.
+    tokens = len(runs) * case.calls * case.tokens[0]
+    row_bytes = 2 * case.cfg.hidden
+    assert found["recv-and-place"]["peers_read"] == tokens * row_bytes
+    assert found["math"]["peers_written"] == tokens * (row_bytes + 4)
 
 
 def test_command_fails_on_a_finding_and_draws_it(monkeypatch, tmp_path: Path) -> None:
