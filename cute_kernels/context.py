@@ -9,7 +9,12 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from megamoe.cute_kernels import ptx
-from megamoe.cute_kernels.kernel_config import KernelConfig, fc1_tiles, fc2_tiles
+from megamoe.cute_kernels.kernel_config import (
+    KernelConfig,
+    fc1_tiles,
+    fc2_tiles,
+    recompute_tiles,
+)
 from megamoe.cute_kernels.problem import Problem
 from megamoe.cute_kernels.saved import dgrad_block, saved_block
 from megamoe.cute_kernels.smem import SharedMap
@@ -115,6 +120,11 @@ class Context:
     def h_target(self) -> int:
         """``h_ready`` of a block whose activations are complete."""
         return fc1_tiles(self.problem, self.config) * self.config.math_groups
+
+    def recomputed_target(self) -> int:
+        """``h_ready`` of a block whose gate and up have been computed again. Tiles that need them
+        count behind those that compute them, so nothing less says it."""
+        return recompute_tiles(self.problem, self.config) * self.config.math_groups
 
     def y_target(self) -> int:
         """``y_ready`` of a block whose fc2 tiles are done."""

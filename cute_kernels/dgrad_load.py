@@ -4,19 +4,25 @@ The first GEMM is dh = dy · W2 (reduced over H), the second dx = [dgate | dup] 
 columns, then up's). Behind the k-tiles of the first come up to four more stages, one for each 64
 columns of h (half by half, one for each warpgroup): gate and up of the block's rows, in pieces of
 32 rows, in the A part of the stage.
+
+With ``recompute`` the first tiles of a block are the forward's fc1 on the saved rows of x, which
+waits for nothing; those of dh then wait for all of them, just before their saved values.
 """
 
 import cutlass
 from cutlass import Int32, Int64, cute
 
 from megamoe.cute_kernels import ptx_copies
+from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context
+from megamoe.cute_kernels.kernel_config import recompute_tiles
 from megamoe.cute_kernels.load_boxes import SLOT_ROWS, copy_rows_of_k, copy_transposed
 from megamoe.cute_kernels.pipelines import StagePosition, await_empty, full_barrier
 from megamoe.cute_kernels.problem import BLOCK_K, BLOCK_M
 from megamoe.cute_kernels.scheduler import TilePhase
 from megamoe.cute_kernels.smem import HALF_ROWS, PIECE_BYTES, PIECE_TOKENS, a_stage_bytes
+from megamoe.cute_kernels.sync import wait_at_least
 from megamoe.cute_kernels.workspace import PART_COLUMNS, TENSOR_MAP_BYTES
 
 HALVES = 2
@@ -29,6 +35,19 @@ UP_OFFSET = BLOCK_M * SLOT_COLUMNS * 2
 def first_column(c: Context, n: Int32, half: int, group) -> Int32:
     """First of the 64 columns of h that a warpgroup has in a half of tile ``n``."""
     return n * c.config.block_n + (2 * half + group) * SLOT_COLUMNS
+
+
+@cute.jit
+def tile_of(c: Context, phase: Int32, n: Int32) -> tuple[Int32, Int32]:
+    """(1, n) of a tile that computes gate and up again, else (0, tile of its GEMM)."""
+    recompute = Int32(0)
+    if cutlass.const_expr(c.problem.recomputes):
+        if phase == TilePhase.FC1:
+            count = recompute_tiles(c.problem, c.config)
+            recompute = Int32(n < count)
+            if recompute == 0:
+                n = n - count
+    return recompute, n
 
 
 @cute.jit
@@ -68,7 +87,7 @@ def copy_weights_backward(
 
 @cute.jit
 def prefetch_backward(c: Context, expert: Int32, n: Int32):
-    """Bring the first k-tiles of a CTA's first tile to L2: nothing depends on its rows."""
+    """Bring the first k-tiles of a CTA's first tile of dh to L2: nothing depends on its rows."""
     k_tiles = min(c.config.prefetch_tiles, ceil_div(c.problem.hidden, BLOCK_K))
     rows_of_box = SLOT_ROWS if c.problem.fc1_m_major else HALF_ROWS
     weights = c.map("w2")
@@ -98,6 +117,12 @@ def load_saved(
     c: Context, position: StagePosition, block: Int32, n: Int32, width: Int32
 ) -> StagePosition:
     """The stages of saved values of one tile; slots past the last column of h are left out."""
+    if cutlass.const_expr(c.problem.recomputes):
+        word = c.counter("h_ready", block)
+        complete = Int32(c.recomputed_target())
+        wait_at_least(c.guard, word, complete, "gpu", int(Phase.H_READY), c.pe, block)
+        # As in ``load_role``: other CTAs' TMA stores, acquired generically, read asynchronously.
+        ptx_copies.fence_proxy_async_global()
     pieces = (width + PIECE_TOKENS - 1) // PIECE_TOKENS
     parts = 2 if c.problem.gated else 1
     for slot in cutlass.range_constexpr(2 * HALVES):

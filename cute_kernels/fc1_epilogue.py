@@ -1,5 +1,5 @@
 """Epilogue of fc1: bias, activation, router weight → ``pool_h``, stored by TMA; a saving forward
-stores gate and up too, bf16, as the backward needs them.
+stores gate and up too, bf16, as the backward needs them; a dgrad that recomputes stores only these.
 
 Pieces past the block's valid rows are skipped; inside a piece, unused rows go to unused pool rows.
 """
@@ -191,8 +191,9 @@ def save_piece(
 
 
 def stores_of_piece(c: Context) -> int:
-    """Stores of one piece: h and, in a saving forward, before it what the backward needs."""
-    return 1 + int(c.problem.saves) * (2 if c.problem.gated else 1)
+    """Stores of one piece: gate and up where the backward needs them, then h in a forward."""
+    p = c.problem
+    return int(p.stores_gate_up) * (2 if p.gated else 1) + int(not p.backward)
 
 
 @cute.jit
@@ -206,9 +207,10 @@ def fc1_epilogue(
     n: Int32,
     rows: Int32,
 ):
-    """h = bf16(act(…) · router weight) of this warpgroup's columns; then count in ``h_ready``."""
+    """h = bf16(act(…) · router weight) of this warpgroup's columns, and gate and up; then count in
+    ``h_ready``."""
     p = c.problem
-    if cutlass.const_expr(p.weight_at == "act"):
+    if cutlass.const_expr(p.weight_at == "act" and not p.backward):
         stage_weights(c, thread, group, block, rows)
         group_barrier(group)
     values = make_values()
@@ -221,7 +223,7 @@ def fc1_epilogue(
         for piece in cutlass.range_constexpr(PIECES):
             if piece * PIECE_TOKENS < rows:
                 row = c.stored_block(block) * BLOCK_M + piece * PIECE_TOKENS
-                if cutlass.const_expr(p.saves):
+                if cutlass.const_expr(p.stores_gate_up):
                     save_piece(
                         c,
                         acc,
@@ -235,20 +237,21 @@ def fc1_epilogue(
                         gate_bias,
                         up_bias,
                     )
-                piece_values(c, acc, values, thread, group, piece, half, gate_bias, up_bias)
-                store = piece * stores_of_piece(c) + stores_of_piece(c) - 1
-                buffer = staging(c, group, store % STAGING_BUFFERS)
-                store_piece_by_tma(
-                    c.map("pool_h_piece"),
-                    column,
-                    row,
-                    buffer,
-                    thread,
-                    group,
-                    values,
-                    p.paired_rows,
-                    columns,
-                )
+                if cutlass.const_expr(not p.backward):
+                    piece_values(c, acc, values, thread, group, piece, half, gate_bias, up_bias)
+                    store = piece * stores_of_piece(c) + stores_of_piece(c) - 1
+                    buffer = staging(c, group, store % STAGING_BUFFERS)
+                    store_piece_by_tma(
+                        c.map("pool_h_piece"),
+                        column,
+                        row,
+                        buffer,
+                        thread,
+                        group,
+                        values,
+                        p.paired_rows,
+                        columns,
+                    )
         if cutlass.const_expr(not p.gated):
             # The second half starts with buffer 0 again, whichever was used last.
             if thread == 0:

@@ -216,10 +216,22 @@ def h_columns(p: Problem, config: KernelConfig) -> int:
 
 
 def fc1_tiles(p: Problem, config: KernelConfig) -> int:
-    """Tiles of one M-block's first GEMM; in a forward with a gate, half of their ``block_n``
-    weight rows are gate, half up."""
-    halves = 2 if p.gated and not p.backward else 1
-    return _paired(config, ceil_div(p.intermediate, config.block_n // halves))
+    """Tiles of one M-block before its second GEMM: of the first, and in a dgrad that recomputes,
+    before them, of the forward's."""
+    if p.backward:
+        return recompute_tiles(p, config) + ceil_div(p.intermediate, config.block_n)
+    return _paired(config, _gate_up_tiles(p, config))
+
+
+def recompute_tiles(p: Problem, config: KernelConfig) -> int:
+    """Tiles of one M-block in which dgrad computes gate and up again."""
+    return _gate_up_tiles(p, config) if p.recomputes else 0
+
+
+def _gate_up_tiles(p: Problem, config: KernelConfig) -> int:
+    """Tiles of a forward's fc1; with a gate, half of their ``block_n`` weight rows are gate, half
+    up."""
+    return ceil_div(p.intermediate, config.block_n // (2 if p.gated else 1))
 
 
 def fc2_tiles(p: Problem, config: KernelConfig) -> int:

@@ -18,6 +18,7 @@ from megamoe.cute_kernels.dgrad_load import (
     load_saved,
     prefetch_backward,
     reduction_part,
+    tile_of,
 )
 from megamoe.cute_kernels.kernel_config import alternating_octets
 from megamoe.cute_kernels.layout import make_expert_cursor, tiles_of, token_width
@@ -62,6 +63,27 @@ def copy_paired(
 
 
 @cute.jit
+def copy_fc1_weights(
+    c: Context, a: Int32, weights: Int64, k: Int32, n: Int32, expert: Int32, full: Int32
+):
+    """The boxes of w13 of one stage of the forward's fc1; with a gate both halves start at the same
+    row, else the second follows the first."""
+    p = c.problem
+    first = n * c.config.block_n
+    if cutlass.const_expr(p.paired_rows):
+        copy_paired(c, a, weights, k, first, expert, full)
+    elif cutlass.const_expr(alternating_octets(p, c.config)):
+        group = n * (c.config.block_n // ALTERNATING_ROWS)
+        ptx_copies.tma_load_5d(a, weights, k, Int32(0), Int32(0), group, expert, full)
+    else:
+        part = 1 if p.w13_layout == "up_gate" else 0
+        rows = (n * HALF_ROWS, n * HALF_ROWS) if p.gated else (first, first + HALF_ROWS)
+        parts = (Int32(part), Int32(1 - part)) if p.gated else (Int32(0), Int32(0))
+        copy = copy_transposed if p.w13_transposed else copy_rows_of_k
+        copy(c, a, weights, k, rows, parts, expert, full)
+
+
+@cute.jit
 def copy_weights(
     c: Context, a: Int32, phase: Int32, k: Int32, n: Int32, expert: Int32, full: Int32
 ):
@@ -87,15 +109,7 @@ def copy_weights(
         copy = copy_transposed if p.w2_transposed else copy_rows_of_k
         copy(c, a, weights, k, (row_0, row_1), (part_0, part_1), expert, full)
     elif phase == TilePhase.FC1:
-        if cutlass.const_expr(p.paired_rows):
-            copy_paired(c, a, c.map("w13"), k, first, expert, full)
-        elif cutlass.const_expr(octets):
-            group = n * (c.config.block_n // ALTERNATING_ROWS)
-            ptx_copies.tma_load_5d(a, c.map("w13"), k, Int32(0), Int32(0), group, expert, full)
-        else:
-            copy = copy_transposed if p.w13_transposed else copy_rows_of_k
-            parts = (Int32(parts_1[0]), Int32(parts_1[1]))
-            copy(c, a, c.map("w13"), k, rows_1, parts, expert, full)
+        copy_fc1_weights(c, a, c.map("w13"), k, n, expert, full)
     else:
         copy = copy_transposed if p.w2_transposed else copy_rows_of_k
         copy(c, a, c.map("w2"), k, rows_2, (Int32(0), Int32(0)), expert, full)
@@ -148,6 +162,11 @@ def load_tile(
     p = c.problem
     wide, narrow = c.map("pool_x"), c.map("pool_x_8")
     first, k_tiles = k_range(c, phase, part)
+    recompute, n = tile_of(c, phase, n)
+    if cutlass.const_expr(p.recomputes):
+        if recompute == 1:
+            wide = c.map("x")
+            narrow = c.map("x_8")
     if cutlass.const_expr(not p.backward):
         if phase == TilePhase.FC2:
             wide = c.map("pool_h")
@@ -167,14 +186,16 @@ def load_tile(
                 wide, narrow = gradient_maps(c, pool)
         with cute.arch.elect_one():
             ptx_copies.mbarrier_arrive_expect_tx(full, nbytes)
-            if cutlass.const_expr(p.backward):
-                copy_weights_backward(c, a, phase, k, pool, n, expert, full)
-            else:
+            if cutlass.const_expr(not p.backward):
                 copy_weights(c, a, phase, k, n, expert, full)
+            elif recompute == 0:
+                copy_weights_backward(c, a, phase, k, pool, n, expert, full)
+            elif cutlass.const_expr(p.recomputes):
+                copy_fc1_weights(c, a, c.map("w13_forward"), k, n, expert, full)
             copy_tokens(c, b, wide, narrow, k, row, width, full)
         position.advance()
     if cutlass.const_expr(p.backward):
-        if phase == TilePhase.FC1:
+        if (phase == TilePhase.FC1) & (recompute == 0):
             position = load_saved(c, position, block, n, width)
     return position
 
@@ -228,16 +249,22 @@ def load_role(c: Context):
             expert = fc1_expert.expert
             block = fc1_expert.block
             rows = fc1_expert.rows(c, block)
-            if first == 1:
+            # Rows to await: none of dy before gate and up are computed again.
+            recompute, n = tile_of(c, tiles.phase, tiles.n)
+            arriving = rows
+            if cutlass.const_expr(p.recomputes):
+                if recompute == 1:
+                    arriving = Int32(0)
+            if (first == 1) & (recompute == 0):
                 if cutlass.const_expr(p.backward):
-                    prefetch_backward(c, expert, tiles.n)
+                    prefetch_backward(c, expert, n)
                 else:
-                    prefetch_weights(c, expert, tiles.n)
-            if rows > 0:
+                    prefetch_weights(c, expert, n)
+            if arriving > 0:
                 wait_at_least(
                     c.guard,
                     c.counter("x_ready", block),
-                    rows,
+                    arriving,
                     "gpu",
                     int(Phase.X_READY),
                     c.pe,

@@ -16,6 +16,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from megamoe.cute_kernels import ptx, ptx_copies, ptx_values
 from megamoe.cute_kernels.context import Context
 from megamoe.cute_kernels.dgrad_epilogue import dgrad_epilogue
+from megamoe.cute_kernels.dgrad_load import tile_of
 from megamoe.cute_kernels.fc1_epilogue import fc1_epilogue
 from megamoe.cute_kernels.fc2_epilogue import fc2_epilogue
 from megamoe.cute_kernels.layout import make_expert_cursor, tiles_of, token_width
@@ -132,6 +133,19 @@ def accumulate(
 
 
 @cute.jit
+def weights_m_major(c: Context, phase: Int32, recompute: Int32) -> Int32:
+    """1 if the weights of a tile are stored with the MMA's rows inside."""
+    p = c.problem
+    m_major = Int32(p.fc2_m_major)
+    if phase == TilePhase.FC1:
+        m_major = Int32(p.fc1_m_major)
+        if cutlass.const_expr(p.recomputes):
+            if recompute == 1:
+                m_major = Int32(p.w13_transposed)
+    return m_major
+
+
+@cute.jit
 def math_role(c: Context, math_thread: Int32):
     """The whole role of both warpgroups; ``math_thread`` counts over them, 0 to 255."""
     p = c.problem
@@ -164,12 +178,13 @@ def math_role(c: Context, math_thread: Int32):
         _, k_tiles = k_range(c, tiles.phase, tiles.part)
         # Unrolled (H and I ≤ 64), the loop would have its zeros written after wgmma.fence.
         k_tiles = ptx_values.opaque_i32(k_tiles)
-        if cutlass.const_expr(p.fc1_m_major == p.fc2_m_major):  # noqa: SIM114
+        recompute, n = tile_of(c, tiles.phase, tiles.n)
+        if cutlass.const_expr(not p.mixed_majors):
             position = accumulate(c, acc, math_thread, position, k_tiles, width, p.fc1_m_major)
-        elif tiles.phase == TilePhase.FC1:
-            position = accumulate(c, acc, math_thread, position, k_tiles, width, p.fc1_m_major)
+        elif weights_m_major(c, tiles.phase, recompute) == 1:
+            position = accumulate(c, acc, math_thread, position, k_tiles, width, True)
         else:
-            position = accumulate(c, acc, math_thread, position, k_tiles, width, p.fc2_m_major)
+            position = accumulate(c, acc, math_thread, position, k_tiles, width, False)
         work = Int32(1)
         if cutlass.const_expr(c.config.cluster == "weights"):
             work = Int32(rows > 0)
@@ -179,10 +194,12 @@ def math_role(c: Context, math_thread: Int32):
             if tiles.phase == TilePhase.FC2:
                 work = complete_tile(c, acc, thread, group, block, tiles.n, tiles.part, rows)
         if (work == 1) & (tiles.phase == TilePhase.FC1):
-            if cutlass.const_expr(p.backward):
-                position = dgrad_epilogue(c, acc, position, thread, group, block, tiles.n, rows)
-            else:
-                fc1_epilogue(c, acc, thread, group, expert, block, tiles.n, rows)
+            if cutlass.const_expr(not p.backward):
+                fc1_epilogue(c, acc, thread, group, expert, block, n, rows)
+            elif recompute == 0:
+                position = dgrad_epilogue(c, acc, position, thread, group, block, n, rows)
+            elif cutlass.const_expr(p.recomputes):
+                fc1_epilogue(c, acc, thread, group, expert, block, n, rows)
         elif work == 1:
             fc2_epilogue(c, acc, thread, group, expert, block, tiles.n, rows)
         tiles.advance()

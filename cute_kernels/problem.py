@@ -55,6 +55,8 @@ class Problem:
             fetched once per expert.
         mode: ``"forward"``; ``"save"``: a forward that keeps what its backward needs, see
             ``saved.py``; ``"dgrad"``: its backward, as far as x and the router weights go.
+        recompute: of the training modes: the forward does not keep gate and up, dgrad computes them
+            again from the rows of x.
 
     Raises:
         ValueError: a value outside the ranges above; names the field, the value and what is
@@ -83,6 +85,7 @@ class Problem:
     combine: str = "direct"
     ring_blocks: int = 0
     mode: str = "forward"
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, allowed: str) -> None:
@@ -196,6 +199,16 @@ class Problem:
         return self.mode == "save"
 
     @property
+    def recomputes(self) -> bool:
+        """True for a dgrad whose first tiles are the forward's fc1 without the activation."""
+        return self.backward and self.recompute
+
+    @property
+    def stores_gate_up(self) -> bool:
+        """True if the epilogue of the forward's fc1 stores the pre-activations."""
+        return self.recomputes or (self.saves and not self.recompute)
+
+    @property
     def fc1_m_major(self) -> bool:
         """True if the first GEMM's weights are stored with the MMA's rows inside, not with k."""
         return not self.w2_transposed if self.backward else self.w13_transposed
@@ -204,6 +217,13 @@ class Problem:
     def fc2_m_major(self) -> bool:
         """The same of the second GEMM."""
         return not self.w13_transposed if self.backward else self.w2_transposed
+
+    @property
+    def mixed_majors(self) -> bool:
+        """True if the kernel multiplies weights of both storages: it then needs two main loops for
+        every token width."""
+        majors = {self.fc1_m_major, self.fc2_m_major}
+        return len(majors | ({self.w13_transposed} if self.recomputes else set())) == 2
 
     @property
     def fc2_parts(self) -> int:

@@ -159,8 +159,8 @@ def deepest(p: Problem, config: KernelConfig) -> KernelConfig:
 def default_config(p: Problem, *, sms: int | None = None) -> KernelConfig:
     """The deepest pipeline and row ring that fit ``p`` (rule-based; the tuner may choose others).
 
-    Every token width is one main loop, two where w13 and w2 are stored differently; with more than
-    five loops on the one accumulator ptxas serialises WGMMA (C7511).
+    Every token width is one main loop, two where weights of both storages are multiplied; with more
+    than five loops on the one accumulator ptxas serialises WGMMA (C7511).
 
     Args:
         sms: SMs that ``tiles_for`` keeps busy in calls of ``p.max_tokens``; None: the widest tiles
@@ -170,7 +170,7 @@ def default_config(p: Problem, *, sms: int | None = None) -> KernelConfig:
         ValueError: nothing fits.
     """
     widths = (8, 16, 32, 64, BLOCK_M)
-    if p.w13_transposed != p.w2_transposed:
+    if p.mixed_majors:
         widths = (32, BLOCK_M)
     block_n, split_k = (BLOCKS_N[0], 1) if sms is None else tiles_for(p, sms)
     return deepest(p, KernelConfig(token_widths=widths, block_n=block_n, split_k=split_k))

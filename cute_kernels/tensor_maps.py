@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from megamoe.cute_kernels.kernel_config import KernelConfig, alternating_octets, h_columns
 from megamoe.cute_kernels.problem import BLOCK_K, Problem
+from megamoe.cute_kernels.saved import region_block
 from megamoe.cute_kernels.smem import BF16_BYTES, HALF_ROWS, PIECE_TOKENS
 
 ALTERNATING_ROWS = 16
@@ -106,7 +107,7 @@ def map_table(p: Problem, config: KernelConfig, experts: int) -> dict[str, MapEn
     """The tensor maps of a launch by name, in the order in which they lie in memory.
 
     ``pool_x`` holds the rows of the first GEMM (dgrad: of dy); ``…_8`` are the narrow boxes,
-    ``…_piece`` the boxes that epilogues store and load.
+    ``…_piece`` the boxes that epilogues store and load; ``w13_forward`` has the forward's boxes.
 
     Args:
         experts: experts of this PE; with none no tile is run, and a map only has to be well
@@ -135,8 +136,13 @@ def map_table(p: Problem, config: KernelConfig, experts: int) -> dict[str, MapEn
             piece("dgu", p.w13_rows, "dgrad")
         else:
             for name in halves:
-                pool(name, p.intermediate, "saved", name)
+                pool(name, p.intermediate, region_block(p, name), name)
         piece("wact", p.intermediate, "dgrad")
+        if p.recomputes:
+            forward = replace(p, mode="save")
+            spec = w13_spec(forward, config, max(experts, 1))
+            entries["w13_forward"] = MapEntry(spec, "weights", "w13")
+            pool("x", p.hidden, "saved", "x")
     else:
         if p.saves:
             pool("pool_x", p.hidden, "saved", "x")
@@ -147,9 +153,9 @@ def map_table(p: Problem, config: KernelConfig, experts: int) -> dict[str, MapEn
         spec = rows_of(p.intermediate, PIECE_TOKENS, p.stored_rows)
         spec = replace(spec, box=(columns, PIECE_TOKENS), swizzle=columns * BF16_BYTES)
         entries["pool_h_piece"] = MapEntry(spec, "local", "pool_h")
-    if p.backward or p.saves:
+    if p.backward or p.stores_gate_up:
         for name in halves:
-            piece(name, p.intermediate, "saved")
+            piece(name, p.intermediate, region_block(p, name))
     if p.prereduced:
         piece("pool_y", p.hidden, "local")
     return entries

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from megamoe.cute_kernels.abi import WGRAD_MAPS, WGRAD_MAX_SAVED
 from megamoe.cute_kernels.arith import ceil_div, round_up
 from megamoe.cute_kernels.problem import BLOCK_K, Problem
-from megamoe.cute_kernels.saved import dgrad_block, saved_block
+from megamoe.cute_kernels.saved import dgrad_block, region_block, saved_block
 from megamoe.cute_kernels.smem import BF16_BYTES, SMEM_LIMIT, Offsets
 from megamoe.cute_kernels.tensor_maps import TensorMapSpec
 from megamoe.cute_kernels.workspace import TENSOR_MAP_BYTES, Block
@@ -211,13 +211,13 @@ def bias_sums(p: Problem) -> tuple[BiasSum, ...]:
         if p.paired_rows:
             add(grad="b13", block="dgrad", region="dgu", width=2 * inter)
         elif not p.gated:
-            add(grad="b13", block="saved", region="up", width=inter)
+            add(grad="b13", block=region_block(p, "up"), region="up", width=inter)
         else:
             interleaved = p.w13_layout == "interleaved"
             distance = 1 if interleaved else inter
             for place, name in enumerate(("up", "gate") if p.w13_layout == "up_gate" else
                                          ("gate", "up")):  # fmt: skip
-                add(grad="b13", block="saved", region=name, width=inter,
+                add(grad="b13", block=region_block(p, name), region=name, width=inter,
                     scale=2 if interleaved else 1, base=place * distance)  # fmt: skip
     if p.bias2 != "none":
         add(grad="b2", block="dgrad", region="dy", width=p.hidden,
@@ -233,8 +233,7 @@ def block_of(p: Problem, name: str) -> Block:
 def map_regions(p: Problem) -> dict[str, str]:
     """Map name → block of its region, for the maps that this problem's products use."""
     used = {name for product in products(p) for name in (*product.a, product.b)}
-    saved = {"x", "gate", "up"}
-    return {name: "saved" if name in saved else "dgrad" for name in WGRAD_MAPS if name in used}
+    return {name: region_block(p, name) for name in WGRAD_MAPS if name in used}
 
 
 def wgrad_map_spec(p: Problem, name: str) -> TensorMapSpec:

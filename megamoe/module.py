@@ -50,6 +50,9 @@ class MegaMoE(nn.Module):
         group: ``torch.distributed`` group whose ranks are the PEs.
         delay_wgrad: leave the gradients of the weights to ``backward_dw()``: autograd then returns
             none for them, and no hook of theirs fires in ``loss.backward()``.
+        recompute: keep only the rows of x from the forward to the backward, which computes the
+            pre-activations again: less memory, more work in dgrad, the same bits. A
+            ``session`` must have been built alike. On the CPU the reference keeps what it likes.
 
     Weights are taken by reference: an ``nn.Parameter`` is registered as it is, a plain tensor as a
     buffer outside the state dict. They are read in place at every call.
@@ -69,6 +72,7 @@ class MegaMoE(nn.Module):
         session: Session | None = None,
         group: Any = None,
         delay_wgrad: bool = False,
+        recompute: bool = False,
     ):
         super().__init__()
         self.w13: torch.Tensor
@@ -77,6 +81,10 @@ class MegaMoE(nn.Module):
         self.b2: torch.Tensor | None
         if session is not None and session.cfg != cfg:
             raise ValueError(f"session was built for {session.cfg}: must be built for {cfg}")
+        if session is not None and session.training and session.recompute != recompute:
+            raise ValueError(
+                f"session was built with recompute={session.recompute}: must be {recompute}"
+            )
         check_weights(cfg, w13, w2, num_experts=w2.shape[0], b13=b13, b2=b2)
         if w13.device != w2.device:
             raise ValueError(f"w2 is on {w2.device}: must be on {w13.device}, as w13")
@@ -84,6 +92,7 @@ class MegaMoE(nn.Module):
         self.group = group
         self.session = session
         self.delay_wgrad = delay_wgrad
+        self.recompute = recompute
         self._delayed = DelayedGradients()
         self._bound: BoundWeights | None = None
         self._said = self._shares_session = False
@@ -176,7 +185,13 @@ class MegaMoE(nn.Module):
         if self.session is not None and not self._shares_session:
             raise ValueError(f"x is on {device}: must be on {self.session.tensor_device}")
         training = training or any(tensor.requires_grad for tensor in self._weights().values())
-        self.session = shared_session(self.cfg, group=self.group, device=device, training=training)
+        self.session = shared_session(
+            self.cfg,
+            group=self.group,
+            device=device,
+            training=training,
+            recompute=training and self.recompute,
+        )
         self._shares_session = True
         self._bound = None
         return self.session
@@ -227,14 +242,19 @@ class MegaMoE(nn.Module):
 
 
 def shared_session(
-    cfg: MoEConfig, *, group: Any, device: torch.device, training: bool = False
+    cfg: MoEConfig,
+    *,
+    group: Any,
+    device: torch.device,
+    training: bool = False,
+    recompute: bool = False,
 ) -> Session:
-    """The session that layers with one config, group and device share, one for layers that train
-    and one for others; not warm when new."""
-    key = (cfg, group, device, training)
+    """The session that layers with one config, group and device share, one for each way to train
+    and one for layers that do not; not warm when new."""
+    key = (cfg, group, device, training, recompute)
     session = _SHARED.get(key)
     if session is None or session.closed:
-        session = Session(cfg, group=group, device=device, training=training)
+        session = Session(cfg, group=group, device=device, training=training, recompute=recompute)
         _SHARED[key] = session
     return session
 

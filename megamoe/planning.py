@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 
 from megamoe.config import MoEConfig
@@ -63,6 +63,7 @@ def plan(
     *,
     kernel_config: KernelConfig | None = None,
     training: bool = False,
+    recompute: bool = False,
     sms: int | None = DEFAULT_SMS,
 ) -> Plan:
     """The workspace of one PE; the same on every PE. Allocates nothing and needs no GPU.
@@ -72,6 +73,7 @@ def plan(
         kernel_config: None chooses by rule.
         training: of a session built with ``training=True``: its blocks serve saving forwards and
             dgrad too. ``regions`` are those of the forward.
+        recompute: of a training session whose dgrad computes the pre-activations again.
         sms: SMs that the rule serves: ``num_sms`` of the session, by default all of an H100 or
             H200. None: the widest tiles, as on vgpu.
 
@@ -84,7 +86,7 @@ def plan(
     >>> [round(n / 2**30, 2) for n in (planned.symmetric_bytes, planned.local_bytes)]
     [0.5, 4.57]
     """
-    problem = kernel_problem(cfg)
+    problem = replace(kernel_problem(cfg), recompute=recompute)
     kernels = mode_kernels(problem, kernel_config, training=training, sms=sms)
     config = kernels["forward"][1]
     symmetric, local = symmetric_block(problem), local_block(problem, config)

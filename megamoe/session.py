@@ -47,6 +47,8 @@ class Session(SessionSetup):
         training: with the kernels of the backward, for ``save_for_backward=True`` and the two
             ``backward_`` calls. Each takes its time to compile, and the workspace serves the
             largest.
+        recompute: of training: a saved state keeps only the rows of x; dgrad, still one launch,
+            first computes the pre-activations again, to the same bits.
 
     Raises:
         ValueError: an argument is refused; names it, its value and what is allowed.

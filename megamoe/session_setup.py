@@ -51,16 +51,20 @@ class SessionSetup:
         cache: ImageCache | None = None,
         kernel_config: KernelConfig | None = None,
         training: bool = False,
+        recompute: bool = False,
     ):
         check_kernel_support(cfg)
         if training:
             check_training_support(cfg)
+        elif recompute:
+            raise ValueError("recompute=True: must be False without training=True")
         if transport not in NAMES:
             raise ValueError(f"transport={transport!r}: must be one of {NAMES}")
         if timeout_s < 0:
             raise ValueError(f"timeout_s={timeout_s}: must be 0 (none) or positive")
         self.cfg = cfg
         self.training = training
+        self.recompute = recompute
         self._kernel_config = kernel_config
         self._group = group_of(group, num_pes=cfg.num_pes)
         self.device: CudaDevice = device_of(device)
@@ -68,7 +72,13 @@ class SessionSetup:
         self.num_sms = self.device.sms if num_sms is None else num_sms
         if not 1 <= self.num_sms <= self.device.sms:
             raise ValueError(f"num_sms={num_sms}: must be 1 to {self.device.sms}")
-        self._plan = plan(cfg, kernel_config=kernel_config, training=training, sms=self.num_sms)
+        self._plan = plan(
+            cfg,
+            kernel_config=kernel_config,
+            training=training,
+            recompute=recompute,
+            sms=self.num_sms,
+        )
         self.timeout_s = timeout_s
         self._cache = cache
         self._transport_name = transport
@@ -180,6 +190,7 @@ class SessionSetup:
             **({"num_sms": self.num_sms} if self._kernel_config is None else {}),
             "kernel_config": self._plan.config,
             "training": self.training,
+            "recompute": self.recompute,
             "arch": self.arch,
             "megamoe": __version__,
         }

@@ -9,7 +9,7 @@ Legend: T tokens, H hidden, I intermediate, L experts of one PE, K top-k.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -101,6 +101,7 @@ class VgpuMoE:
         detect: run under the race detector; findings are in ``VgpuResult.report``.
         image: the compiled kernel to run, e.g. a mutant; None = the one of the layer.
         training: with the kernels of the backward.
+        recompute: of training: dgrad computes the pre-activations again.
         training_images: other images for some of ``"save"``, ``"dgrad"`` and ``"wgrad"``.
 
     Raises:
@@ -124,6 +125,7 @@ class VgpuMoE:
         detect: bool = False,
         image: Image | None = None,
         training: bool = False,
+        recompute: bool = False,
         training_images: Mapping[str, Image] | None = None,
     ):
         from megamoe.cute_kernels.roles import roles_of
@@ -136,11 +138,12 @@ class VgpuMoE:
             check_training_support(cfg)
         check_group_weights(cfg, w13=w13, w2=w2, b13=b13, b2=b2)
         self.cfg = cfg
-        self.problem = kernel_problem(
+        problem = kernel_problem(
             cfg,
             b13_dtype=b13[0].dtype if b13 else None,
             b2_dtype=b2[0].dtype if b2 else None,
         )
+        self.problem = replace(problem, recompute=recompute)
         kernels = mode_kernels(self.problem, config, training=training)
         given = dict(training_images or {})
         self.image = image if image is not None else compiled(*kernels.pop("forward"))

@@ -27,6 +27,7 @@ KERNELS = ("forward", "save", "dgrad", "wgrad")
               help="save: the forward of training.")  # fmt: skip
 @click.option("--grad", type=click.Choice(["f32", "bf16"]), default="f32", show_default=True,
               help="Type of the gradients of wgrad.")  # fmt: skip
+@click.option("--recompute", is_flag=True, help="Of save, dgrad and wgrad: fc1 is computed again.")
 @click.option("--all-configs", is_flag=True,
               help="Instead: every form of the forward for known models, as a table.")  # fmt: skip
 @click.option("--form", "forms", multiple=True, help="With --all-configs: only this form, ...")
@@ -40,6 +41,7 @@ def compile_command(
     arch: str,
     kernel: str,
     grad: str,
+    recompute: bool,
     all_configs: bool,
     forms: tuple[str, ...],
     workers: int,
@@ -69,8 +71,10 @@ def compile_command(
         check_kernel_support(cfg)
         if kernel != "forward":
             check_training_support(cfg)
+        elif recompute:
+            raise ValueError("--recompute: must not be given with --kernel forward")
         progress.begin(f"compiling for {arch}")
-        problem = kernel_problem(cfg)
+        problem = replace(kernel_problem(cfg), recompute=recompute)
         if kernel == "wgrad":
             config = default_wgrad_config(problem, grad=grad, bias_grad=grad)
             image = compile_wgrad(problem=problem, config=config, arch=arch)

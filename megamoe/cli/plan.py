@@ -29,9 +29,12 @@ def size_text(nbytes: int) -> str:
 @click.command("plan")
 @layer_options
 @click.option("--training", is_flag=True, help="Of a session that trains; and of a saved call.")
+@click.option("--recompute", is_flag=True, help="With --training: dgrad computes fc1 again.")
 @SMS_OPTION
 @JSON_OPTION
-def plan_command(json_path: Path | None, training: bool, sms: int, **layer: Any) -> None:
+def plan_command(
+    json_path: Path | None, training: bool, recompute: bool, sms: int, **layer: Any
+) -> None:
     """Show the bytes of every region of one PE's workspace."""
     from megamoe.checks import check_training_support
     from megamoe.planning import plan
@@ -40,7 +43,9 @@ def plan_command(json_path: Path | None, training: bool, sms: int, **layer: Any)
         cfg = layer_config(**layer)
         if training:
             check_training_support(cfg)
-        planned = plan(cfg, training=training, sms=sms)
+        elif recompute:
+            raise ValueError("--recompute: needs --training")
+        planned = plan(cfg, training=training, recompute=recompute, sms=sms)
     table = Table(title=f"workspace of one PE of {cfg.num_pes}: {size_text(planned.total_bytes)}")
     for column in ("block", "region", "shape", "bytes"):
         table.add_column(column, justify="right" if column == "bytes" else "left")

@@ -67,6 +67,14 @@ def test_save_and_dgrad(layer, mode):
     assert [p.name for p in image.parameters] == [name for name, _, _ in PARAMETERS]
 
 
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_dgrad_that_recomputes(layer):
+    """w13 is multiplied from both sides: two main loops, so fewer token widths (C7511)."""
+    image = compile_forward(problem=replace(problem_of(*layer), mode="dgrad", recompute=True))
+    assert_sound(image)
+    assert image.mma_instructions == {f"m64n{width}k16.f32.bf16.bf16": 16 for width in (32, 128)}
+
+
 @pytest.mark.parametrize("grad", ["f32", "bf16"])
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_wgrad(layer, grad):

@@ -66,4 +66,10 @@ def test_what_training_takes(tmp_path: Path) -> None:
     assert 1 <= found["saved_bytes"] / (rows * (2 * 7168 + 4 * 2048)) < 1.02
     assert 1 <= found["dgrad_bytes"] / (rows * (2 * 7168 + 2 * 2048)) < 1.001
     assert found["local_bytes"] >= forward["local_bytes"]
+    run("--pes", "8", "--capacity", "65536", "--training", "--recompute",
+        "--json", str(tmp_path / "f"))  # fmt: skip
+    again = json.loads((tmp_path / "f").read_text())
+    assert 1 <= again["saved_bytes"] / (rows * 2 * 7168) < 1.03
+    assert sum(again[k] - found[k] for k in ("saved_bytes", "dgrad_bytes")) == 0
+    assert "--recompute: needs --training" in run("--pes", "8", "--recompute", code=1)
     assert "ring_rows=256" in run("--pes", "8", "--training", "--ring-rows", "256", code=1)

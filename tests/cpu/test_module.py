@@ -84,6 +84,11 @@ def test_refused_at_construction(tmp_path):
     session, _ = recording_session(config(top_k=1), tmp_path)
     with pytest.raises(ValueError, match="session was built for"):
         MegaMoE(cfg, w13, w2, session=session)
+    session, _ = recording_session(cfg, tmp_path, training=True, recompute=True)
+    with pytest.raises(ValueError, match="session was built with recompute=True: must be False"):
+        MegaMoE(cfg, w13, w2, session=session)
+    with pytest.raises(ValueError, match="recompute=True: must be False without training=True"):
+        recording_session(cfg, tmp_path, recompute=True)
 
 
 def test_several_pes_on_the_cpu_need_a_group():
@@ -205,8 +210,8 @@ def test_layers_without_a_session_share_one(monkeypatch):
     cfg, made = config(), []
 
     class Stand:
-        def __init__(self, cfg, *, group, device, training):
-            self.training = training
+        def __init__(self, cfg, *, group, device, training, recompute):
+            self.training, self.recompute = training, recompute
             self.cfg, self.tensor_device, self.closed = cfg, device, False
             made.append(self)
 
@@ -233,4 +238,12 @@ def test_layers_without_a_session_share_one(monkeypatch):
         assert MegaMoE(other, *weights(other))(*[t.to("meta") for t in inputs(other)]) is made[1]
         made[0].closed = True
         assert MegaMoE(cfg, *weights(cfg))(*given) is made[2]
+        # Without gradients there is nothing to compute again.
+        assert MegaMoE(cfg, *weights(cfg), recompute=True)(*given) is made[2]
     assert len(made) == 3
+    for number, recompute in enumerate((False, True), 3):
+        x, ids, router = given
+        layer = MegaMoE(cfg, *weights(cfg), recompute=recompute)
+        monkeypatch.setattr(layer, "_differentiable", lambda engine, side: engine.session)
+        assert layer(x.clone().requires_grad_(), ids, router) is made[number]
+        assert (made[number].training, made[number].recompute) == (True, recompute)

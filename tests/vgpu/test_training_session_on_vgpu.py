@@ -52,13 +52,13 @@ def right(cfg: MoEConfig, data: Inputs, w13: Any, w2: Any, dy: torch.Tensor) -> 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("main_grad", [False, True])
-def test_the_module_trains(cfg: MoEConfig, main_grad: bool) -> None:
+@pytest.mark.parametrize("main_grad, recompute", [(False, False), (True, False), (True, True)])
+def test_the_module_trains(cfg: MoEConfig, main_grad: bool, recompute: bool) -> None:
     device = ReplayDevice()
     data = make_inputs(cfg, tokens=[24], integers=True)
-    with Session(cfg, device=device, training=True) as session:
+    with Session(cfg, device=device, training=True, recompute=recompute) as session:
         w13, w2 = nn.Parameter(data.w13), nn.Parameter(data.w2)
-        layer = MegaMoE(cfg, w13, w2, session=session)
+        layer = MegaMoE(cfg, w13, w2, session=session, recompute=recompute)
         if main_grad:
             w13.main_grad, w2.main_grad = torch.ones(w13.shape), torch.ones(w2.shape)
         totals = [torch.full(w.shape, float(main_grad)) for w in (w13, w2)]

@@ -1,0 +1,135 @@
+"""``recompute=True``: dgrad computes gate and up again, in the same launch, to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from backward_runs import (
+    PARTS,
+    STEPS,
+    Step,
+    assert_same,
+    layer_of,
+    output_gradients,
+    train_step,
+    with_cfg,
+)
+from test_backward import model, small
+
+from megamoe.cute_kernels.saved import dgrad_block, saved_block
+from megamoe.runtime.errors import MegaMoETimeout
+from megamoe.verify.inputs import make_inputs
+
+WAYS = [("round_robin", "eager"), ("random", "late"), ("starve", "random")]
+BLOCKS = replace(
+    with_cfg(small(), intermediate=264, max_tokens=160), name="blocks", tokens=(150, 60)
+)
+"""Several blocks, three tiles that recompute in each, two of dh."""
+
+
+def gradients(step: Step, **options: object) -> Iterator[tuple[str, int, torch.Tensor]]:
+    data = step.inputs(2)
+    got = train_step(layer_of(step.config(2), data, **options), data, output_gradients(step, data))
+    for name in PARTS:
+        for pe, values in enumerate(getattr(got, name) or []):
+            yield name, pe, values
+
+
+def assert_the_same_bits(step: Step, **options: object) -> None:
+    kept, again = gradients(step), gradients(step, recompute=True, **options)
+    for (name, pe, one), (_, _, other) in zip(kept, again, strict=True):
+        assert torch.equal(one, other), (name, pe)
+
+
+@pytest.mark.parametrize("step", [STEPS[0], STEPS[2]], ids=lambda step: step.name)
+def test_the_same_bits(step: Step) -> None:
+    assert_the_same_bits(step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+def test_the_same_bits_for_every_layer_and_any_timing(step: Step) -> None:
+    for seed, (schedule, completion) in enumerate(WAYS):
+        assert_the_same_bits(
+            step, schedule=schedule, completion=completion, seed=seed, grid=1 + seed
+        )
+
+
+def judge(step: Step, schedule: str, completion: str, seed: int) -> None:
+    """Two steps under the race detector, against the model; one launch of dgrad a PE."""
+    data = step.inputs(2)
+    dy = output_gradients(step, data)
+    want = model(step, data, dy)
+    moe = layer_of(
+        step.config(2), data, recompute=True, detect=True, grid=3,
+        schedule=schedule, completion=completion, seed=seed,
+    )  # fmt: skip
+    given = {"x": data.x, "topk_ids": data.topk_ids, "topk_weights": data.topk_weights}
+    for _ in range(2):
+        done = moe.forward(**given, save_for_backward=True)
+        back = moe.backward_dgrad(dy, done.saved)
+        made = moe.backward_wgrad(done.saved)
+        assert [str(f) for each in (done, back, made) for f in each.report.findings] == []
+        assert back.launches == [1, 1]
+        assert_same(back.dx, want.dx)
+        assert_same(back.d_topk_weights, want.d_topk_weights)
+        assert_same([each["w13"] for each in made.grads], want.dw13)
+        assert_same([each["w2"] for each in made.grads], want.dw2)
+
+
+def test_several_blocks_are_free_of_races() -> None:
+    judge(BLOCKS, "random", "late", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(
+    "step", [BLOCKS, *(s for s in STEPS if s.integers)], ids=lambda step: step.name
+)
+def test_steps_are_free_of_races(step: Step, way: tuple[str, str]) -> None:
+    for seed in range(2):
+        judge(step, *way, seed)
+
+
+def test_a_saved_state_has_the_rows_of_x_only() -> None:
+    step = small()
+    data = make_inputs(step.config(2), tokens=[8, 5], integers=True)
+    sizes = {}
+    for recompute in (False, True):
+        moe = layer_of(step.config(2), data, recompute=recompute)
+        p = moe.problem
+        saved = moe.forward(
+            x=data.x, topk_ids=data.topk_ids, topk_weights=data.topk_weights,
+            save_for_backward=True,
+        ).saved  # fmt: skip
+        first = saved[0].nbytes
+        moe.backward_dgrad(output_gradients(step, data), saved)
+        sizes[recompute] = (first, saved[0].nbytes)
+        assert sizes[recompute] == (
+            saved_block(p).nbytes, saved_block(p).nbytes + dgrad_block(p).nbytes,
+        )  # fmt: skip
+    assert sizes[False][0] - sizes[True][0] == 4 * p.intermediate * p.pool_rows
+    assert sizes[False][1] == sizes[True][1]
+
+
+def test_a_peer_that_skips_its_dgrad_is_found_by_name() -> None:
+    """Gate and up are there, dy is not: nobody waits for ever, and the rest of the launch ends."""
+    step = small()
+    data = make_inputs(step.config(2), tokens=[5, 6], integers=True)
+    moe = layer_of(step.config(2), data, recompute=True, timeout_s=0.001)
+    saved = moe.forward(
+        x=data.x, topk_ids=data.topk_ids, topk_weights=data.topk_weights, save_for_backward=True
+    ).saved
+    session = moe.group.sessions[0]
+    session.training.dgrad(
+        saved[0],
+        dy_TH=torch.ones_like(data.x[0]),
+        dx_TH=torch.empty_like(data.x[0]),
+        d_topk_TK=torch.empty(5, 2),
+    )
+    moe.world.run()
+    with pytest.raises(MegaMoETimeout, match=r"PE 0, CTA \d, epoch 2: .*peer 1"):
+        session.raise_on_status()
