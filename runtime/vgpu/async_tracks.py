@@ -143,6 +143,9 @@ class AsyncCopies:
             if reduces:
                 what = "asynchronous reduction"
             touch = Touch(w, op.ins, what, 1 << lane, reduce=reduces)
+            if op.same_as is not None:  # lanes that store the same bytes: one access
+                touch = op.same_as.touch
+            op.touch = touch
             self.write(target, clock, hb.base + lane, w, touch, unwritten, links)
             if phases:
                 phases[number][0].hb.last_copy = (target.time, touch)

@@ -30,7 +30,8 @@ class AsyncOp:
     """One asynchronous operation between its issue and its completion."""
 
     __slots__ = (
-        "data", "done", "ins", "kind", "lane", "note", "reader", "stage", "track", "warp", "writer",
+        "data", "done", "ins", "kind", "lane", "note", "reader", "same_as", "stage", "touch",
+        "track", "warp", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +44,10 @@ class AsyncOp:
         self.stage, self.data = 0, None
         self.track: Any = None
         self.note: Any = None
+        # The detector's record of the writes, and the very store as an earlier lane of the same
+        # instruction issued it.
+        self.touch: Any = None
+        self.same_as: AsyncOp | None = None
 
     def read(self) -> None:
         """Do the read side."""
@@ -158,6 +163,7 @@ def bulk_copy(
     """
     world = w.world
     args = [dst, src, size, 0 if bar is None else bar, 0 if mask is None else mask]
+    issued: dict[tuple[int, ...], AsyncOp] = {}
     for lane, (d, s, n, b, ctas) in zip(active(w), lane_values(w, *args), strict=True):
         if n % 16:
             raise MemoryFault(f"{w.place(lane)}: {ins.opcode} of {n} bytes ({w.source(ins)})")
@@ -175,14 +181,16 @@ def bulk_copy(
                 done = [(mbarrier_at(w, ins, b), n)]
             else:
                 done = [(mbarrier_at(w, ins, (b & 0xFFFFFF) | t >> 24 << 24), n) for t in targets]
-        submit_copy(w, ins, form, lane, (sr, so, n), dests, done, reduce)
+        same_as = issued.get((d, s, n)) if form == "s2g" and not reduce else None
+        issued[d, s, n] = submit_copy(w, ins, form, lane, (sr, so, n), dests, done, reduce, same_as)
         world.count_async(ins, n * len(dests))
 
 
 def submit_copy(
     w: Warp, ins: Instruction, form: str, lane: int, src: tuple[Region, int, int],
     dests: list[tuple[Region, int]], done: list[tuple[MBarrier, int]], reduce: str,
-) -> None:  # fmt: skip
+    same_as: AsyncOp | None,
+) -> AsyncOp:  # fmt: skip
     """Queue one copy of a range of bytes."""
     sr, so, n = src
     apply = reducer(reduce) if reduce else None
@@ -196,7 +204,7 @@ def submit_copy(
             part[:] = data if apply is None else apply(part, data)
 
     op = AsyncOp(w, ins, form, reader, writer, done, lane)
-    op.track = (sr, so, n, dests)
+    op.track, op.same_as = (sr, so, n, dests), same_as
     for region, _ in dests:
         if form == "s2g":
             w.stored[region.tally] += n
@@ -205,6 +213,7 @@ def submit_copy(
     if not done:
         groups_of(w, "bulk", lane).open.append(op)
     w.world.submit(op)
+    return op
 
 
 def reducer(spec: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:

@@ -100,21 +100,24 @@ def tensor_store(
     w: Warp, ins: Instruction, src: Any, tmap: Any, coords: list[Any], reduce: str
 ) -> None:
     """Shared → global, plain or reducing."""
+    issued: dict[tuple[int, ...], AsyncOp] = {}
     for lane, (s, m, *at) in zip(active(w), lane_values(w, src, tmap, *coords), strict=True):
         desc = descriptor(w, ins, m, lane, len(at))
         region, off, plan = global_part(w, ins, desc, at, s, lane)
         span(w, ins, "shared", s, desc.box_bytes, lane, 128)
         if plan.extent and not region.writable:
             raise fault(w, Access(ins, "tensor", "global", 1), region.base + off, lane, "read-only")
-        submit_store(w, ins, lane, (region, off, plan), s, desc, reduce)
+        key = (s, m, *at)
+        same_as = None if reduce else issued.get(key)
+        issued[key] = submit_store(w, ins, lane, (region, off, plan), s, desc, reduce, same_as)
         w.stored[region.tally] += plan.bytes_inside
         w.world.count_async(ins, plan.bytes_inside)
 
 
 def submit_store(
     w: Warp, ins: Instruction, lane: int, target: tuple[Region, int, BoxPlan], src: int,
-    desc: TensorMapDesc, reduce: str,
-) -> None:  # fmt: skip
+    desc: TensorMapDesc, reduce: str, same_as: AsyncOp | None,
+) -> AsyncOp:  # fmt: skip
     """Queue a store."""
     region, off, plan = target
     smem, where = w.cta.smem, src & 0xFFFFFF
@@ -133,6 +136,7 @@ def submit_store(
         plan.scatter_global(data, values)
 
     op = AsyncOp(w, ins, "tensor_store", reader, writer, [], lane)
-    op.track = (region, off, plan, [], where)
+    op.track, op.same_as = (region, off, plan, [], where), same_as
     groups_of(w, "bulk", lane).open.append(op)
     w.world.submit(op)
+    return op

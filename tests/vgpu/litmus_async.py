@@ -132,6 +132,17 @@ TABLE = [
     Litmus("uncommitted_group", "cta",
            (FILL + SMEM + STORE.format(dst="%d0", src="%r10") + WAIT.format(0) + READ,), "race",
            "wait_group"),
+    # The lanes of one instruction: the same store many times, or different ones to one place.
+    Litmus("bulk_store_repeated_by_all_lanes", "warp",
+           (elected(FILL) + SMEM + "bar.warp.sync -1;\n" + store() + WAIT.format(0),), "clean",
+           full=True),
+    Litmus("bulk_stores_of_two_lanes_to_one_place", "warp",
+           (f"mad.lo.u32 %r5, %r0, 16, %r10;\n{FILL.replace('%r10', '%r5')}" + SMEM
+            + "bar.warp.sync -1;\n" + store(src="%r5") + WAIT.format(0),), "race",
+           "asynchronous write", full=True),
+    Litmus("bulk_store_repeated_and_one_lane_waits", "warp",
+           (elected(FILL) + SMEM + "bar.warp.sync -1;\n" + store()
+            + elected(WAIT.format(0) + READ),), "race", "wait_group", full=True),
     Litmus("first_of_two_groups", "cta",
            (SENT + store("%d0+64") + WAIT.format(1) + READ + WAIT_READ.format(0),), "clean"),
     Litmus("second_of_two_groups", "cta",

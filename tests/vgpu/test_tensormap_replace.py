@@ -84,6 +84,102 @@ def test_a_missing_piece_is_a_race(missing: str) -> None:
     assert {f.kind for f in findings} == {"race"}
 
 
+# p0: two maps to start from, p1: where the edited ones go, p2: five words a group (source and
+# target address, rows, strides in bytes), p3: number of groups. One warp walks the groups as a
+# persistent grouped GEMM does, with two rank-3 maps of 8 x 8 x 1 words: it edits both, loads a tile
+# by one and stores it by the other, in all lanes.
+GROUPS = """
+.shared .align 128 .b8 maps[256];
+.shared .align 128 .b8 box[256];
+.shared .align 8 .b64 bar;
+mov.u32 %r0, %tid.x; setp.ne.u32 %p0, %r0, 0; mov.u32 %r2, box; mov.u32 %r3, bar;
+ld.param.u64 %d0, [p0]; ld.param.u64 %d1, [p1]; ld.param.u64 %d2, [p2]; ld.param.u64 %d3, [p3];
+cvt.u32.u64 %r4, %d3; add.u64 %d4, %d1, 128;
+mov.u32 %r1, maps; EDITED_AT add.u64 %d14, %d13, 128;
+mad.wide.u32 %d6, %r0, 8, %d0; ld.global.b64 %d7, [%d6];
+mad.wide.u32 %d6, %r0, 8, %d13; st.SPACE.b64 [%d6], %d7;
+@%p0 bra READY; mbarrier.init.shared.b64 [%r3], 1; fence.mbarrier_init.release.cluster;
+READY: bar.warp.sync -1;
+mov.u32 %r10, 0;
+NEXT: mul.wide.u32 %d6, %r10, 40; add.u64 %d6, %d6, %d2;
+ld.global.b64 %d8, [%d6]; ld.global.b64 %d9, [%d6+8]; ld.global.b64 %d12, [%d6+16];
+ld.global.b64 %d10, [%d6+24]; ld.global.b64 %d11, [%d6+32]; cvt.u32.u64 %r6, %d12;
+@%p0 bra EDITED;
+REPLACE_13
+REPLACE_14
+EDITED: bar.warp.sync -1;
+PUBLISH
+fence.proxy.tensormap::generic.acquire.gpu [%d1], 128;
+fence.proxy.tensormap::generic.acquire.gpu [%d4], 128;
+@%p0 bra WAIT;
+mbarrier.arrive.expect_tx.shared.b64 _, [%r3], 256;
+cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes \
+[%r2], [%d1, {0, 0, 0}], [%r3];
+WAIT: and.b32 %r7, %r10, 1;
+AGAIN: mbarrier.try_wait.parity.shared.b64 %p1, [%r3], %r7; @!%p1 bra AGAIN;
+cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%d4, {0, 0, 0}], [%r2];
+cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;
+bar.warp.sync -1;
+add.u32 %r10, %r10, 1; setp.lt.u32 %p2, %r10, %r4; @%p2 bra NEXT;
+"""
+
+
+def group_kernel(where: str) -> str:
+    """`GROUPS` with the maps edited in place ("global") or in shared memory ("shared::cta")."""
+    fields = ("global_address.{}.b1024.b64 [{}], {}", "global_dim.{}.b1024.b32 [{}], 0, 8",
+              "global_dim.{}.b1024.b32 [{}], 1, %r6", "global_stride.{}.b1024.b64 [{}], 0, {}",
+              *(f"global_dim.{{}}.b1024.b32 [{{}}], {i}, 1" for i in (2, 3, 4)),
+              *(f"global_stride.{{}}.b1024.b64 [{{}}], {i}, 0" for i in (1, 2, 3)))  # fmt: skip
+    text = GROUPS.replace("SPACE", "global" if where == "global" else "shared")
+    at = "mov.u64 %d13, %d1;" if where == "global" else "cvt.u64.u32 %d13, %r1;"
+    text = text.replace("EDITED_AT", at)
+    for name, address, stride in (("13", "%d8", "%d10"), ("14", "%d9", "%d11")):
+        replace = ""
+        for field in fields:
+            value = address if "address" in field else stride
+            replace += f"tensormap.replace.tile.{field.format(where, f'%d{name}', value)};\n"
+        text = text.replace(f"REPLACE_{name}", replace)
+    publish = "fence.proxy.tensormap::generic.release.gpu;"
+    if where != "global":
+        publish = "".join(
+            "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned"
+            f" [{to}], [{at}], 128;\n"
+            for to, at in (("%d1", "%d13"), ("%d4", "%d14"))
+        )
+    return entry(text.replace("PUBLISH", publish), u64_params(4))
+
+
+@pytest.mark.parametrize("where", ["global", "shared::cta"])
+@pytest.mark.parametrize(
+    ("schedule", "completion"), [("round_robin", "eager"), ("random", "late"), ("starve", "random")]
+)
+def test_a_warp_walks_groups_of_other_sizes(where: str, schedule: str, completion: str) -> None:
+    world = World(detect=True, schedule=schedule, completion=completion)
+    rng = np.random.default_rng(0)
+    sizes = ((8, 8), (3, 24), (1, 12), (5, 8), (8, 40))  # rows of each group, words of a row
+    sources = [rng.integers(0, 1 << 32, size, np.uint32) for size in sizes]
+    targets = [np.full((8, 8 + 4 * i), 7, np.uint32) for i in range(len(sizes))]
+    table = np.array(
+        [(world.register(source, "source"), world.register(target, "target"), len(source),
+          source.strides[0], target.strides[0])
+         for source, target in zip(sources, targets, strict=True)], np.uint64,
+    )  # fmt: skip
+    anything = np.zeros((1, 8, 8), np.uint32)
+    start = TensorMap(anything, box=(8, 8, 1)).to_bytes(world.register(anything))
+    maps = np.frombuffer(start * 2, np.uint8).copy()
+    world.register(maps, "maps")
+    world.register(table, "groups")
+    world.launch(
+        pe=0, kernel=Kernel.from_ptx(group_kernel(where)), grid=1, block=32,
+        args=[maps, world.alloc(256, "edited"), table, len(sizes)],
+    )  # fmt: skip
+    assert world.run().findings == []
+    for source, target in zip(sources, targets, strict=True):
+        want = np.full_like(target, 7)
+        want[: len(source), :8] = source[:, :8]
+        np.testing.assert_array_equal(target, want)
+
+
 RAW = TensorMapDesc(4096, "f16", (64, 8, 3), (128, 1024), (32, 8, 1), swizzle=64).to_bytes()
 
 
