@@ -153,6 +153,15 @@ def calls(
     """
     activations = EXACT if integers else ACTIVATIONS
     cfg = draw(layers(activations=activations, kernel=kernel, max_size=max_size))
+    bias_dtype = draw(st.sampled_from(checks.BIAS_DTYPES))
+    return draw(calls_of(cfg, integers=integers, residual=residual, bias_dtype=bias_dtype))
+
+
+@st.composite
+def calls_of(
+    draw: st.DrawFn, cfg: MoEConfig, *, integers: bool, bias_dtype: torch.dtype, residual: bool
+) -> Call:
+    """Any call of a layer; arguments as in `calls`."""
     counts = st.integers(0, cfg.max_tokens)
     share = st.sampled_from([0.0, 0.25, 0.5, 1.0])
     return Call(
@@ -165,7 +174,7 @@ def calls(
         residual=residual and draw(st.booleans()),
         id_dtype=draw(st.sampled_from(checks.ID_DTYPES)),
         weight_dtype=draw(st.sampled_from(checks.WEIGHT_DTYPES)),
-        bias_dtype=draw(st.sampled_from(checks.BIAS_DTYPES)),
+        bias_dtype=bias_dtype,
     )
 
 
