@@ -12,6 +12,10 @@ from typing import Any
 import torch
 
 from megamoe.config import Activation, MoEConfig
+from megamoe.cute_kernels.kernel_config import KernelConfig
+from megamoe.cute_kernels.problem import Problem
+from megamoe.cute_kernels.smem import default_config
+from megamoe.lowering import kernel_problem
 from megamoe.reference import moe_oracle
 from megamoe.testing import VgpuMoE, VgpuResult
 from megamoe.verify.inputs import Inputs, make_inputs, weights_per_pe
@@ -30,8 +34,10 @@ class Case:
         calls: calls in a row, each with its own inputs; every second one writes its tokens into
             the session's input view, so that nothing is staged.
         route: ``random``, or ``one`` (every slot to one expert), ``same`` (one expert in all slots
-            of a token), ``pair`` (two experts in turn), ``none`` (all masked).
+            of a token), ``pair`` (two experts in turn), ``crowd`` (all tokens to expert 1, the last
+            one to 0 and 2 as well), ``none`` (all masked).
         features: further arguments of `MoEConfig`.
+        config: what differs from the default `KernelConfig`.
         fails: the error that the case must end with: ``capacity`` (a pool is too small),
             ``absent`` (the last PE does not call, the others time out), ``hasty`` (deadlines so
             short that somebody times out), ``invalid`` (an id past the end, reported).
@@ -53,6 +59,7 @@ class Case:
     grid: int = 2
     calls: int = 1
     features: tuple[tuple[str, Any], ...] = ()
+    config: tuple[tuple[str, Any], ...] = ()
     fails: str = ""
     timeout_s: float = 300.0
 
@@ -72,6 +79,12 @@ class Case:
             **{"combine": "direct", **dict(self.features)},
         )
 
+    @property
+    def kernel(self) -> tuple[Problem, KernelConfig]:
+        """The kernel that runs the case."""
+        problem = kernel_problem(self.cfg)
+        return problem, replace(default_config(problem), **dict(self.config))
+
     def inputs(self, *, seed: int = 0, integers: bool = True) -> Inputs:
         """Seeded inputs of one call."""
         data = make_inputs(
@@ -85,6 +98,10 @@ class Case:
             elif self.route == "pair":
                 turn_TK = torch.arange(ids_TK.numel()).view_as(ids_TK) % 2
                 ids_TK.copy_(torch.where(turn_TK == 0, 1, self.num_experts - 2))
+            elif self.route == "crowd":
+                ids_TK.fill_(-1)
+                ids_TK[:, 1] = 1
+                ids_TK[-1:, :3] = torch.arange(3, dtype=ids_TK.dtype)
             elif self.route == "none":
                 ids_TK.fill_(-1)
         if self.fails == "invalid":
@@ -157,6 +174,38 @@ VERIFY_CASES = (
         ),
     ),
     Case(
+        name="split",
+        tokens=(20, 31),
+        calls=2,
+        features=(("fc2_bias", True),),
+        config=(("split_k", 2), ("block_n", 64)),
+    ),
+    Case(
+        name="shared_weights",
+        tokens=(64, 50),
+        num_experts=4,
+        grid=4,
+        calls=2,
+        features=(("combine", "prereduced"),),
+        config=(("cluster", "weights"),),
+    ),
+    Case(
+        name="shared_tokens",
+        tokens=(40, 21),
+        grid=4,
+        calls=2,
+        features=(("ring_rows", 256), ("w2_transposed", True)),
+        config=(("cluster", "tokens"), ("token_widths", (32, 128))),
+    ),
+    Case(
+        name="sixteen_warps",
+        tokens=(33, 50),
+        top_k=4,
+        grid=3,
+        features=(("combine", "prereduced"),),
+        config=(("service_warps", 8), ("math_registers", 200), ("block_n", 128)),
+    ),
+    Case(
         name="small_pool",
         tokens=(80, 96),
         top_k=1,
@@ -174,10 +223,11 @@ VERIFY_CASES = (
 CASES_BY_NAME = {case.name: case for case in VERIFY_CASES}
 
 
-def layer(case: Case, data: Inputs, **options) -> VgpuMoE:
+def layer(case: Case, data: Inputs, **options: Any) -> VgpuMoE:
     """The case's layer on vgpu."""
     weights = weights_per_pe(case.cfg, data)
-    options = {"timeout_s": case.timeout_s} | options
+    options.setdefault("timeout_s", case.timeout_s)
+    options.setdefault("config", case.kernel[1])
     moe = VgpuMoE(case.cfg, **weights, grid=case.grid, **options)
     if case.fails == "invalid":
         for session in moe.group.sessions:

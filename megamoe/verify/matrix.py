@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megamoe.lowering import kernel_problem
 from megamoe.testing import compiled
 from megamoe.verify.runs import Outcome, Run, execute
 
@@ -73,9 +72,9 @@ def run_matrix(
     tick: Callable[[str], None] = lambda _: None,
 ) -> MatrixResult:
     """Execute runs, ``processes`` at a time; kernels are compiled beforehand, once each."""
-    for problem in {kernel_problem(run.case.cfg): None for run in runs}:
+    for problem, config in {run.case.kernel: None for run in runs}:
         tick("")
-        compiled(problem)
+        compiled(problem, config)
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
     outcomes = []
     with multiprocessing.get_context("fork").Pool(processes) as pool:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from megamoe.cute_kernels.image import Image
-from megamoe.lowering import kernel_problem
 from megamoe.runtime.vgpu.errors import VgpuError
 from megamoe.runtime.vgpu.mutate import Mutant, mutants_of
 from megamoe.testing import compiled
@@ -179,8 +178,8 @@ def run_mutation(
     plans = []
     known: Counter[str] = Counter()
     for group in groups:
-        (problem,) = {kernel_problem(run.case.cfg) for run in group.runs}
-        image = compiled(problem)
+        ((problem, config),) = {run.case.kernel for run in group.runs}
+        image = compiled(problem, config)
         mutants = mutants_of(image.ptx)
         wanted = mutants if every else fresh(mutants, known)
         known |= Counter(mutant.key for mutant in mutants)

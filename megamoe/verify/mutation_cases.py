@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megamoe.cute_kernels.arith import round_up
+from megamoe.cute_kernels.kernel_config import KernelConfig
 from megamoe.verify.cases import Case
 from megamoe.verify.runs import Run
 
@@ -33,14 +35,18 @@ CASES: tuple[dict[str, Any], ...] = (
 )
 """One run each."""
 
+RING_CASES = (*CASES, {"name": "late_block", "tokens": (120, 0), "route": "crowd", "grid": 6})
+"""The first block is free again before the second is full: who places the third one's rows finds
+it free at the first look."""
+
 MORE_RUNS = {
-    "two_calls": (("starve", 6), ("starve", 3)),
-    "blocks": (("starve", 0), ("starve", 3)),
-    "blocks_of_two": (("starve", 0), ("starve", 3)),
+    "two_calls": (("starve", "eager", 6), ("starve", "eager", 3)),
+    "blocks": (("starve", "eager", 0), ("starve", "eager", 3)),
+    "blocks_of_two": (("starve", "eager", 0), ("starve", "eager", 3)),
+    "late_block": (("random", "late", 1),),
 }
-"""Case → schedules and seeds in which a wait finds its word at the first look, or never in time:
-load, a reduce warp and recv-and-place starve; combine-send has several blocks of its own, or
-starves, so that math warps send."""
+"""Case → policies and seeds in which a wait finds its word at the first look, or never in time:
+load, a reduce warp and recv-and-place starve; combine-send has several blocks of its own."""
 
 HASTY: tuple[dict[str, Any], ...] = (
     {"name": "hasty_counts", "tokens": (150, 150), "masked": 0.8},
@@ -74,17 +80,31 @@ class MutationGroup:
     Args:
         name: of the kernel.
         features: further arguments of `MoEConfig`, which make it that kernel.
+        config: what differs from the default `KernelConfig`.
         cases, hasty: what it runs.
     """
 
     name: str
     features: tuple[tuple[str, Any], ...] = ()
+    config: tuple[tuple[str, Any], ...] = ()
     cases: tuple[dict[str, Any], ...] = CASES
     hasty: tuple[dict[str, Any], ...] = HASTY
 
     def case(self, **options: Any) -> Case:
-        """A case of this kernel."""
-        return Case(top_k=3, max_tokens=MAX_CASE_TOKENS, features=self.features, **options)
+        """A case of this kernel; its grid is whole clusters."""
+        options["grid"] = round_up(options.get("grid", 2), self.cluster_size)
+        return Case(
+            top_k=3,
+            max_tokens=MAX_CASE_TOKENS,
+            features=self.features,
+            config=self.config,
+            **options,
+        )
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster."""
+        return KernelConfig(**dict(self.config)).cluster_size
 
     @property
     def runs(self) -> list[Run]:
@@ -94,8 +114,8 @@ class MutationGroup:
             case = self.case(**options)
             schedule, completion = POLICIES[number % 2]
             runs.append(Run(case=case, seed=1, schedule=schedule, completion=completion))
-            for schedule, seed in MORE_RUNS.get(case.name, ()):
-                runs.append(Run(case=case, seed=seed, schedule=schedule))
+            for schedule, completion, seed in MORE_RUNS.get(case.name, ()):
+                runs.append(Run(case=case, seed=seed, schedule=schedule, completion=completion))
         for options in self.hasty:
             for deadline in DEADLINES[options["name"]]:
                 name = f"{options['name']}_{deadline:g}"
@@ -109,6 +129,18 @@ class MutationGroup:
 GROUPS = (
     MutationGroup(name="direct"),
     MutationGroup(name="prereduced", features=(("combine", "prereduced"),)),
-    MutationGroup(name="ring", features=(("ring_rows", 256),)),
+    MutationGroup(name="ring", features=(("ring_rows", 256),), cases=RING_CASES),
+    MutationGroup(name="split", config=(("split_k", 2), ("block_n", 64))),
+    MutationGroup(name="shared_weights", config=(("cluster", "weights"),)),
+    MutationGroup(
+        name="shared_tokens",
+        features=(("combine", "prereduced"),),
+        config=(("cluster", "tokens"),),
+    ),
+    MutationGroup(
+        name="sixteen_warps",
+        features=(("combine", "prereduced"),),
+        config=(("service_warps", 8), ("math_registers", 200), ("block_n", 128)),
+    ),
 )
 """Kernels in the order in which they are mutated. A ring of two blocks is the smallest there is."""

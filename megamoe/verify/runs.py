@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from megamoe.cute_kernels.image import Image
-from megamoe.lowering import kernel_problem
 from megamoe.runtime.devices.vgpu import kernel_of
 from megamoe.runtime.errors import (
     InvalidExpertId,
@@ -103,21 +102,23 @@ class _FirstFinding(Findings):
 
     def __init__(self, case: Case) -> None:
         super().__init__(limit=100)
-        self.case, self.problem = case, kernel_problem(case.cfg)
+        self.case = case
+        self.problem, self.config = case.kernel
 
     def add(self, *args: Any, **kwargs: Any) -> None:
         super().add(*args, **kwargs)
-        if counts(self.case, named_finding(self.items[-1], self.problem)):
+        if counts(self.case, named_finding(self.items[-1], self.problem, self.config)):
             raise FindingError(str(self.items[-1]))
 
 
 @functools.lru_cache(maxsize=64)
 def data_of(case: Case, seed: int) -> list[tuple[Inputs, list[torch.Tensor] | None]]:
-    """Inputs and expected outputs of each call; all calls use the weights of the first."""
+    """Inputs and expected outputs of each call; all calls use the layer of the first."""
     first = case.inputs(seed=seed)
     calls = []
     for number in range(case.calls):
-        data = replace(case.inputs(seed=seed + number), w13=first.w13, w2=first.w2)
+        layer_of = {name: getattr(first, name) for name in ("w13", "w2", "b13", "b2")}
+        data = replace(case.inputs(seed=seed + number), **layer_of)
         wants = case.fails in ("", "invalid")
         calls.append((data, expected(case, data) if wants else None))
     return calls

@@ -13,7 +13,6 @@ from click.testing import CliRunner
 
 from megamoe import testing
 from megamoe.cli import main
-from megamoe.lowering import kernel_problem
 from megamoe.runtime.vgpu.mutate import Mutant, mutants_of
 from megamoe.verify import mutation
 from megamoe.verify.cases import CASES_BY_NAME, VERIFY_CASES, Case
@@ -27,7 +26,7 @@ COUNTS = ["cases", "runs", "races", "poison_reads", "deadlocks", "wrong_results"
 
 
 def image_of(case: Case):
-    return testing.compiled(kernel_problem(case.cfg))
+    return testing.compiled(*case.kernel)
 
 
 def pick(place: str, opcode: str, kind: str, case: Case = TINY) -> Mutant:
@@ -195,7 +194,7 @@ def test_a_sample_of_mutants(monkeypatch) -> None:
 
 
 def test_groups_are_one_kernel_each() -> None:
-    kernels = [{kernel_problem(run.case.cfg) for run in group.runs} for group in GROUPS]
+    kernels = [{run.case.kernel for run in group.runs} for group in GROUPS]
     assert [len(problems) for problems in kernels] == [1] * len(GROUPS)
     assert len(set.union(*kernels)) == len(GROUPS)
     # Runs are told apart by their names.
