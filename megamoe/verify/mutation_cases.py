@@ -39,14 +39,23 @@ RING_CASES = (*CASES, {"name": "late_block", "tokens": (120, 0), "route": "crowd
 """The first block is free again before the second is full: who places the third one's rows finds
 it free at the first look."""
 
+PREREDUCED_CASES = (
+    *CASES,
+    {"name": "pairs", "tokens": (90, 60), "route": "pair", "grid": 4},
+    {"name": "pairs_of_two", "tokens": (60, 60), "route": "pair", "grid": 2},
+)
+"""Tokens whose rows lie in blocks of two CTAs."""
+
 MORE_RUNS = {
     "two_calls": (("starve", "eager", 6), ("starve", "eager", 3)),
     "blocks": (("starve", "eager", 0), ("starve", "eager", 3)),
     "blocks_of_two": (("starve", "eager", 0), ("starve", "eager", 3)),
     "late_block": (("random", "late", 1),),
+    "pairs": (("starve", "eager", 3),),
 }
 """Case → policies and seeds in which a wait finds its word at the first look, or never in time:
-load, a reduce warp and recv-and-place starve; combine-send has several blocks of its own."""
+load, a reduce warp, combine-send and recv-and-place starve; where combine-send does, math warps
+send."""
 
 HASTY: tuple[dict[str, Any], ...] = (
     {"name": "hasty_counts", "tokens": (150, 150), "masked": 0.8},
@@ -58,11 +67,21 @@ HASTY: tuple[dict[str, Any], ...] = (
 does, and each has to be the first to pass its deadline somewhere, in several CTAs of a PE at once:
 that is what the deadlines and schedules below are spread over."""
 
+PREREDUCED_HASTY = (
+    *HASTY,
+    {"name": "hasty_few", "tokens": (4, 0), "grid": 2},
+    {"name": "hasty_tail", "tokens": (150, 0), "route": "one", "grid": 2},
+)
+"""On a PE without tokens of its own, whose combine-send warp starves: math warps without a tile
+left wait for fc2 tiles of a slower CTA when nobody else waits for anything."""
+
 DEADLINES = {
     "hasty_counts": (2e-9, 2e-6),
     "hasty_peer": (2e-5, 5e-5),
     "hasty_pair": (2e-5, 5e-5, 1e-4),
     "hasty_rows": (1e-6, 1e-5, 5e-5),
+    "hasty_few": (4e-5,),
+    "hasty_tail": (4e-5,),
 }
 HASTY_POLICIES = (
     ("round_robin", "eager", 1),
@@ -71,6 +90,8 @@ HASTY_POLICIES = (
     ("starve", "random", 1),
     ("starve", "late", 3),
 )
+SENDER_STARVES = (("starve", "eager", 8),)
+MORE_HASTY_POLICIES = {"hasty_few": SENDER_STARVES, "hasty_tail": SENDER_STARVES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,16 +140,23 @@ class MutationGroup:
         for options in self.hasty:
             for deadline in DEADLINES[options["name"]]:
                 name = f"{options['name']}_{deadline:g}"
-                hurry = {"name": name, "grid": 3, "fails": "hasty", "timeout_s": deadline}
-                case = self.case(**{**options, **hurry})
-                for schedule, completion, seed in HASTY_POLICIES:
+                hurry = {"name": name, "fails": "hasty", "timeout_s": deadline}
+                case = self.case(**{"grid": 3, **options, **hurry})
+                policies = MORE_HASTY_POLICIES.get(options["name"], HASTY_POLICIES)
+                for schedule, completion, seed in policies:
                     runs.append(Run(case=case, seed=seed, schedule=schedule, completion=completion))
         return runs
 
 
 GROUPS = (
     MutationGroup(name="direct"),
-    MutationGroup(name="prereduced", features=(("combine", "prereduced"),)),
+    MutationGroup(
+        name="prereduced",
+        features=(("combine", "prereduced"),),
+        config=(("lag_waves", 8),),
+        cases=PREREDUCED_CASES,
+        hasty=PREREDUCED_HASTY,
+    ),
     MutationGroup(name="ring", features=(("ring_rows", 256),), cases=RING_CASES),
     MutationGroup(name="split", config=(("split_k", 2), ("block_n", 64))),
     MutationGroup(name="shared_weights", config=(("cluster", "weights"),)),
@@ -143,4 +171,5 @@ GROUPS = (
         config=(("service_warps", 8), ("math_registers", 200), ("block_n", 128)),
     ),
 )
-"""Kernels in the order in which they are mutated. A ring of two blocks is the smallest there is."""
+"""Kernels in the order in which they are mutated. A ring of two blocks is the smallest there is;
+with eight waves of fc1 ahead, CTAs end fc2 far apart."""

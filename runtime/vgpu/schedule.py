@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 SCHEDULES = ("round_robin", "random", "starve")
 QUANTUM = 64
 _SPIN_EVERY = 16
+PATIENCE = 4
+"""Rounds of polling without effect after which a starved warp gets a turn."""
 
 
 class Scheduler:
@@ -68,12 +70,14 @@ class RandomScheduler(Scheduler):
 
 
 class StarveScheduler(Scheduler):
-    """Priorities: one seeded warp of every CTA runs only when no other can; the rest by rank."""
+    """Priorities: one seeded warp of every CTA runs only while no other gets anywhere, not even
+    after some rounds of polling; the rest by rank."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.victim = self.random.randrange(1 << 16)
         self.salt = self.random.randrange(1 << 30)
+        self.patience = PATIENCE
 
     def rank(self, w: Warp) -> tuple[bool, int]:
         """Lower runs first."""
@@ -82,13 +86,21 @@ class StarveScheduler(Scheduler):
         return starved, key
 
     def next(self) -> tuple[Warp, int] | None:
-        """The ready warp of highest priority, spinners every now and then."""
+        """The ready warp of highest priority, spinners every now and then; None while the starved
+        ones have to be patient."""
         self.turns += 1
         if self.spinners and self.turns % (4 * _SPIN_EVERY) == 0:
             self.ready.append(self.spinners.popleft())
         if not self.ready:
             return None
         w = min(self.ready, key=self.rank)
+        if not self.rank(w)[0]:
+            self.patience = PATIENCE
+        elif self.patience > 0:
+            self.patience -= 1
+            return None
+        else:
+            self.patience = PATIENCE
         self.ready.remove(w)
         w.queued = False
         return w, QUANTUM

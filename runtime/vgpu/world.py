@@ -259,8 +259,12 @@ class World:
             before = self.progress
             for w in scheduler.take_spinners():
                 self.turn(w, 64)
-            if self.progress == before and not scheduler.ready:
+            if self.progress != before:
+                continue
+            if not scheduler.ready:
                 self.stuck()
+            elif self.pending:  # starved warps wait for what is under way, too
+                self.complete_one(0)
 
     def nudge(self) -> None:
         """Many turns without any effect: somebody may be counting while he waits for a copy."""
