@@ -7,6 +7,7 @@ import pytest
 from vgpu_harness import entry, run, u64_params
 
 from megamoe.runtime.vgpu import Deadlock, Kernel, SyncError, VgpuError, World
+from megamoe.runtime.vgpu.schedule import StarveScheduler
 
 START = "mov.u32 %r0, %tid.x; ld.param.u64 %d0, [p0]; shr.u32 %r1, %r0, 5;\n"
 SCHEDULES = [("round_robin", 0), ("random", 1), ("random", 2), ("starve", 1), ("starve", 2)]
@@ -310,6 +311,42 @@ def test_a_counting_spin_does_not_starve_late_copies(completion: str) -> None:
     )
     run(entry(body, u64_params(1), head=head), [out], block=64, completion=completion)
     assert out[32] == 7
+
+
+@pytest.mark.parametrize("completion", ["eager", "late"])
+def test_a_starved_warp_comes_after_those_that_still_wait(completion: str) -> None:
+    """Warp 0 copies, then sets a flag; warp 1 polls the flag; both and warp 2 then take a number.
+    Whoever is starved takes the last one, though warp 2 could always run."""
+    head = MBAR + ".shared .align 128 .b8 buf[64];\n"
+    body = (
+        START
+        + """
+    and.b32 %r9, %r0, 31; setp.ne.u32 %p0, %r9, 0; @%p0 exit;
+    setp.eq.u32 %p1, %r1, 1; @%p1 bra POLL; setp.eq.u32 %p2, %r1, 2; @%p2 bra TAKE;
+    mbarrier.init.shared.b64 [bars], 1; mov.u32 %r2, buf; mov.u32 %r3, bars;
+    mbarrier.arrive.expect_tx.shared.b64 _, [bars], 64;
+    cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%d0], 64, [%r3];
+    """
+        + WAIT % (0, 0)
+        + """
+    st.release.gpu.global.u32 [%d0+64], 1; bra.uni TAKE;
+    POLL: nanosleep.u32 20; ld.acquire.gpu.global.u32 %r4, [%d0+64];
+    setp.eq.u32 %p3, %r4, 0; @%p3 bra POLL;
+    TAKE: atom.global.add.u32 %r5, [%d0+68], 1; mul.wide.u32 %d1, %r1, 4; add.u64 %d1, %d1, %d0;
+    st.global.u32 [%d1+72], %r5;
+    """
+    )
+    starved = set()
+    for seed in range(12):
+        out = np.zeros(24, np.uint32)
+        run(entry(body, u64_params(1), head=head), [out], block=96, schedule="starve",
+            seed=seed, completion=completion)  # fmt: skip
+        taken = out[18:21].tolist()
+        victim = StarveScheduler(seed).victim % 3
+        if victim > 0:  # the flag is warp 0's, so warp 1 is behind it whoever is starved
+            assert taken[victim] == 2
+        starved.add(victim)
+    assert starved == {0, 1, 2}
 
 
 def test_all_threads_may_be_counted_or_not() -> None:
