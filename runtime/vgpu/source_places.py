@@ -13,6 +13,8 @@ WRAPPERS = frozenset({"ptx.py", "ptx_copies.py", "ptx_values.py", "context.py", 
 HELPERS = frozenset({"sync.py", "pipelines.py", "staging.py"})
 """Files whose functions are named together with their callers."""
 
+PACKAGE = Path(__file__).parents[2]
+
 _LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)")
 
 
@@ -37,12 +39,23 @@ def function_at(path: str, line: int) -> str:
     return inside[-1][2] if inside else ""
 
 
+def here(path: str) -> str:
+    """The kernels' file of this name in this package: a cached image names those of the checkout
+    that compiled it, which were the same then, and may be gone or changed now.
+
+    >>> Path(here("/elsewhere/cute_kernels/load.py")).is_file()
+    True
+    """
+    own = PACKAGE.joinpath(*Path(path).parts[-2:])
+    return str(own) if own.parent.name == "cute_kernels" and own.is_file() else path
+
+
 class SourcePlaces:
     """``.loc`` directives of a PTX text. Those without a column name whole functions; they are
     left out."""
 
     def __init__(self, ptx: str, files: dict[int, str]) -> None:
-        self.files = files
+        self.files = {number: here(path) for number, path in files.items()}
         self.lines: list[int] = []
         self.locs: list[tuple[int, int]] = []
         for number, text in enumerate(ptx.split("\n"), 1):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from vgpu_harness import entry, u64_params
 
+from megamoe import cute_kernels
 from megamoe.runtime.vgpu import Kernel
 from megamoe.runtime.vgpu.mutate import mutants_of
 from megamoe.runtime.vgpu.source_places import SourcePlaces, function_at
@@ -110,3 +113,30 @@ def test_places_are_functions_of_the_kernel_not_wrappers(tmp_path) -> None:
         ("role.py:work/wait", "ptx.py:2"),
         ("role.py:other", "role.py:7"),
     ]
+
+
+def test_places_of_an_image_that_another_checkout_compiled() -> None:
+    files = {1: "/gone/cute_kernels/sync.py", 2: "/gone/cute_kernels/load.py", 3: "/gone/x/load.py"}
+    wait = source_line("sync.py", "def aborted")
+    load = source_line("load.py", "def load_role")
+    lines = [
+        f".loc 2 {load} 4",
+        f".loc 1 {wait} 0",
+        "x",
+        f".loc 1 {wait} 4",
+        "x",
+        ".loc 3 9 4",
+        "x",
+    ]
+    places = SourcePlaces("\n".join(lines), files)
+    assert [places.of(line)[0] for line in (3, 5, 7)] == [
+        "load.py:load_role",
+        "load.py:load_role/aborted",
+        "load.py:9",
+    ]
+
+
+def source_line(name: str, start: str) -> int:
+    """Number of the first line of a kernel file that starts so."""
+    lines = (Path(cute_kernels.__file__).parent / name).read_text().split("\n")
+    return next(n for n, line in enumerate(lines, 1) if line.startswith(start))
