@@ -48,7 +48,7 @@ PREREDUCED_CASES = (
 
 MORE_RUNS = {
     "two_calls": (("starve", "eager", 6), ("starve", "eager", 3)),
-    "blocks": (("starve", "eager", 0), ("starve", "eager", 3)),
+    "blocks": (("starve", "eager", 0), ("starve", "eager", 3), ("random", "eager", 2)),
     "blocks_of_two": (("starve", "eager", 0), ("starve", "eager", 3)),
     "late_block": (("random", "late", 1),),
     "pairs": (("starve", "eager", 3),),
