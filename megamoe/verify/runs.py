@@ -93,8 +93,12 @@ class Outcome:
 
 
 def counts(case: Case, finding: Finding) -> bool:
-    """False for what an abandoned epoch may do (`DRY_DATA`); the finding is a named one."""
-    return case.fails not in ("absent", "hasty") or region_of(finding) not in DRY_DATA
+    """False for what an abandoned epoch may do: touch `DRY_DATA`, or use in shared memory
+    never-written bytes that a copy brought there. The finding is a named one."""
+    if case.fails not in ("absent", "hasty"):
+        return True
+    brought = finding.kind == "poison_read" and finding.access_1 is not None
+    return region_of(finding) not in DRY_DATA and not brought
 
 
 class _FirstFinding(Findings):
