@@ -13,7 +13,8 @@ Roles (one CTA per SM, 12 warps; in brackets with ``service_warps=8``, 16 warps)
 
 Barriers of a CTA: ``full[s]`` 1 arrival + bytes (load → math), ``empty[s]`` 8 arrivals, one per
 math warp (math → load), ``ring_full[r]`` 1 arrival + bytes (inside recv-and-place),
-``layout_ready`` 1 arrival, phase 0 only (recv-and-place → all roles). Across CTAs and PEs: the
+``layout_ready`` 1 arrival, phase 0 only (recv-and-place → all roles); in clusters ``partner_ready``
+1 arrival, phase 0 only (recv-and-place of one CTA → that of the other). Across CTAs and PEs: the
 words of ``workspace.py``; each one's writer, reader, scope and reset are in docs/protocol.md.
 
 Timeline: prologue (epoch, zero the next bank) → dispatch-send → [roles] place ∥ load ∥ math ∥

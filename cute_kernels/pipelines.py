@@ -47,15 +47,20 @@ def empty_barrier(c: Context, stage: Int32) -> Int32:
 
 
 @cute.jit
+def await_cluster_phase(barrier: Int32, parity: Int32):
+    """Wait for a phase that a CTA of the cluster completes, whose writes are visible then."""
+    done = Int32(0)
+    while done == 0:
+        done = ptx_copies.mbarrier_try_wait_cluster(barrier, parity)
+
+
+@cute.jit
 def await_empty(c: Context, position: StagePosition):
     """The producer's wait until every consumer of the stage has released it."""
     if cutlass.const_expr(c.config.cluster_size == 1):
         ptx_copies.mbarrier_wait(empty_barrier(c, position.stage), position.parity ^ 1)
     else:
-        done = Int32(0)
-        while done == 0:
-            barrier = empty_barrier(c, position.stage)
-            done = ptx_copies.mbarrier_try_wait_cluster(barrier, position.parity ^ 1)
+        await_cluster_phase(empty_barrier(c, position.stage), position.parity ^ 1)
 
 
 @cute.jit
@@ -90,4 +95,6 @@ def init_barriers(c_smem: Int32, shared: cutlass.Constexpr, config: cutlass.Cons
     for slot in cutlass.range_constexpr(config.place_warps * config.ring_slots):
         ptx_copies.mbarrier_init(c_smem + shared.ring_full + slot * 8, 1)
     ptx_copies.mbarrier_init(c_smem + shared.layout_ready, 1)
+    if cutlass.const_expr(config.cluster_size > 1):
+        ptx_copies.mbarrier_init(c_smem + shared.partner_ready, 1)
     ptx_copies.fence_mbarrier_init()

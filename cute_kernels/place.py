@@ -17,6 +17,7 @@ from megamoe.cute_kernels.abi import Phase
 from megamoe.cute_kernels.arith import ceil_div
 from megamoe.cute_kernels.context import Context, lane
 from megamoe.cute_kernels.lay_out import await_routes, lay_out, pools_fit, save_counts
+from megamoe.cute_kernels.pipelines import await_cluster_phase
 from megamoe.cute_kernels.problem import BLOCK_M
 from megamoe.cute_kernels.records import receive_rows, record_token
 from megamoe.cute_kernels.smem import BF16_BYTES, copy_bytes
@@ -274,6 +275,18 @@ def place_rows(c: Context, warp: Int32):
 
 
 @cute.jit
+def agree(c: Context, ok: Int32) -> Int32:
+    """1 if there is work for both CTAs of the cluster: they fill and release each other's stages,
+    so neither may go on where the other has given up on the routes."""
+    partner = 1 - c.cta % 2
+    if lane() == 0:
+        ptx_copies.store_at(c.smem + c.shared.partner_ok, partner, ok)
+        ptx_copies.mbarrier_arrive_at(c.smem + c.shared.partner_ready, partner)
+    await_cluster_phase(c.smem + c.shared.partner_ready, Int32(0))
+    return ok * ptx.lds_i32(c.smem + c.shared.partner_ok)
+
+
+@cute.jit
 def make_layout(c: Context) -> Int32:
     """Await the routes and lay out the pool for all roles of the CTA; 1 if there is work."""
     ok = await_routes(c)
@@ -282,6 +295,8 @@ def make_layout(c: Context) -> Int32:
             save_counts(c)
         if cutlass.const_expr(c.problem.capacity_checked):
             ok = pools_fit(c)
+    if cutlass.const_expr(c.config.cluster_size > 1):
+        ok = agree(c, ok)
     if ok == 1:
         lay_out(c)
     else:

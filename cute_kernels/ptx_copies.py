@@ -170,6 +170,15 @@ def mbarrier_arrive_at(mbarrier: Int32, rank: Int32) -> None:
     )
 
 
+def store_at(address: Int32, rank: Int32, value: Int32) -> None:
+    """Store a word at the same place of CTA ``rank``'s shared memory."""
+    inline_ptx(
+        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, {$r0}, {$r1};"
+        " st.shared::cluster.b32 [remote], {$r2}; }",
+        read_only_args=[address, rank, value],
+    )
+
+
 def mbarrier_try_wait_cluster(mbarrier: Int32, parity: Int32) -> Int32:
     """1 once the phase of ``parity`` is complete, acquire at cluster scope; may suspend."""
     return inline_ptx(

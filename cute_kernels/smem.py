@@ -74,8 +74,10 @@ class SharedMap:
     empty: int
     ring_full: int
     layout_ready: int
+    partner_ready: int
     d_rows: int
     skip: int
+    partner_ok: int
     ctrl: int
     block_prefix: int
     expert_rows: int
@@ -106,7 +108,9 @@ class SharedMap:
         place("empty", 8 * config.stages)
         place("ring_full", 8 * config.place_warps * config.ring_slots)
         place("layout_ready", 8)
+        place("partner_ready", 8 if config.cluster_size > 1 else 0)
         place("skip", 4)
+        place("partner_ok", 4 if config.cluster_size > 1 else 0)
         place("ctrl", CTRL_BYTES)
         place("block_prefix", 4 * (experts + 1))
         place("expert_rows", 4 * experts)

@@ -216,6 +216,17 @@ VERIFY_CASES = (
     ),
     Case(name="absent_pe", tokens=(25, 6, 0), fails="absent", timeout_s=1e-3),
     Case(name="hasty", tokens=(50, 60), fails="hasty", timeout_s=1e-6),
+    Case(
+        name="hasty_clusters",
+        tokens=(150, 0),
+        top_k=3,
+        max_tokens=160,
+        route="one",
+        grid=4,
+        config=(("cluster", "weights"),),
+        fails="hasty",
+        timeout_s=5e-5,
+    ),
     Case(name="id_past_the_end", tokens=(9, 6), fails="invalid"),
 )
 """What ``megamoe verify`` runs."""
