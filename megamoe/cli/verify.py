@@ -143,9 +143,9 @@ def verify_command(
 ) -> None:
     """Run the forward kernel under the race detector on vgpu; exit with 1 on any finding.
 
-    With --mutate, also weaken or remove each synchronisation instruction of the kernels (both
-    combines, ring pool, split K, clusters, 16 warps) in turn; every such mutant must be reported
-    or be listed as equivalent.
+    With --mutate, also weaken or remove each synchronisation instruction of the kernels (direct
+    and pre-reduced combine, ring pool) in turn; every such mutant must be reported or be listed as
+    equivalent.
     """
     if every_mutant and not mutate:
         raise click.UsageError("--every-mutant needs --mutate")

@@ -158,18 +158,6 @@ GROUPS = (
         hasty=PREREDUCED_HASTY,
     ),
     MutationGroup(name="ring", features=(("ring_rows", 256),), cases=RING_CASES),
-    MutationGroup(name="split", config=(("split_k", 2), ("block_n", 64))),
-    MutationGroup(name="shared_weights", config=(("cluster", "weights"),)),
-    MutationGroup(
-        name="shared_tokens",
-        features=(("combine", "prereduced"),),
-        config=(("cluster", "tokens"),),
-    ),
-    MutationGroup(
-        name="sixteen_warps",
-        features=(("combine", "prereduced"),),
-        config=(("service_warps", 8), ("math_registers", 200), ("block_n", 128)),
-    ),
 )
 """Kernels in the order in which they are mutated. A ring of two blocks is the smallest there is;
 with eight waves of fc1 ahead, CTAs end fc2 far apart."""
