@@ -116,14 +116,19 @@ def gradient_maps(c: Context, part: Int32) -> tuple[Int64, Int64]:
 def load_saved(
     c: Context, position: StagePosition, block: Int32, n: Int32, width: Int32
 ) -> StagePosition:
-    """The stages of saved values of one tile; slots past the last column of h are left out."""
+    """The stages of saved values of one tile; slots past the last column of h are left out.
+
+    Where gate and up are computed again but never came, as the epoch was given up, nothing is
+    copied: math finds in the stages what was there before.
+    """
+    pieces = (width + PIECE_TOKENS - 1) // PIECE_TOKENS
     if cutlass.const_expr(c.problem.recomputes):
         word = c.counter("h_ready", block)
         complete = Int32(c.recomputed_target())
-        wait_at_least(c.guard, word, complete, "gpu", int(Phase.H_READY), c.pe, block)
+        came = wait_at_least(c.guard, word, complete, "gpu", int(Phase.H_READY), c.pe, block)
+        pieces = pieces * came
         # As in ``load_role``: other CTAs' TMA stores, acquired generically, read asynchronously.
         ptx_copies.fence_proxy_async_global()
-    pieces = (width + PIECE_TOKENS - 1) // PIECE_TOKENS
     parts = 2 if c.problem.gated else 1
     for slot in cutlass.range_constexpr(2 * HALVES):
         column = first_column(c, n, slot // 2, slot % 2)

@@ -145,6 +145,8 @@ class PeSession:
         """Counters to zero, tables filled. Must be complete on all PEs before the first launch."""
         for name in ("arrive", "done"):
             self.symmetric_view(name).zero_()
+        # Nobody counts for experts that this PE lacks, but a saving forward copies whole rows.
+        self.symmetric_view("primary_count")[..., self.local_experts :].zero_()
         for region in self._local_table.regions:
             if region.name == "expert_map":
                 break
@@ -308,6 +310,11 @@ class PeSession:
         return bool(
             words[StatusWord.CODE] or (self.check_invalid_ids and words[StatusWord.INVALID_IDS])
         )
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Give the launches from now on another deadline of waits, 0 = none."""
+        self.timeout_s = timeout_s
+        self._fixed["timeout_ns"] = int(timeout_s * 1e9)
 
     def status_words(self) -> dict[StatusWord, int]:
         """The status record as it is now; complete once the launches that wrote it have ended."""

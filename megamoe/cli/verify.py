@@ -1,4 +1,4 @@
-"""``megamoe verify``: races, deadlocks and wrong results of the kernel, on vgpu."""
+"""``megamoe verify``: races, deadlocks and wrong results of the kernels, on vgpu."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def default_processes() -> int:
 
 
 def _matrix_table(result: dict[str, Any]) -> Table:
-    table = Table(title="forward kernel under the race detector", show_header=False)
+    table = Table(title="kernels under the race detector", show_header=False)
     for key in ("cases", "runs", "races", "poison_reads", "deadlocks", "wrong_results",
                 "other_errors", "warp_instructions"):  # fmt: skip
         bad = result[key] and key not in ("cases", "runs", "warp_instructions")
@@ -141,11 +141,12 @@ def verify_command(
     out_dir: Path | None,
     json_path: Path | None,
 ) -> None:
-    """Run the forward kernel under the race detector on vgpu; exit with 1 on any finding.
+    """Run forwards, saving forwards and dgrads under the race detector on vgpu; exit with 1 on any
+    finding.
 
-    With --mutate, also weaken or remove each synchronisation instruction of the kernels (direct
-    and pre-reduced combine, ring pool) in turn; every such mutant must be reported or be listed as
-    equivalent.
+    With --mutate, also weaken or remove each synchronisation instruction of the forward kernels
+    (direct and pre-reduced combine, ring pool) in turn; every such mutant must be reported or be
+    listed as equivalent.
     """
     if every_mutant and not mutate:
         raise click.UsageError("--every-mutant needs --mutate")

@@ -1,5 +1,5 @@
-"""Cases of the forward kernel on vgpu, small enough for CI, large enough that every pipeline stage
-wraps (H ≥ 512, I ≥ 256, E ≥ 8).
+"""Cases of the forward and of training on vgpu, small enough for CI, large enough that every
+pipeline stage wraps (H ≥ 512, I ≥ 256, E ≥ 8).
 
 Legend: P PEs, T tokens, H hidden, E experts, K experts per token.
 """
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from megamoe.config import Activation, MoEConfig
+from megamoe.cute_kernels.image import Image
 from megamoe.cute_kernels.kernel_config import KernelConfig
 from megamoe.cute_kernels.problem import Problem
+from megamoe.cute_kernels.saved import mode_kernels
 from megamoe.cute_kernels.smem import default_config
 from megamoe.lowering import kernel_problem
 from megamoe.reference import moe_oracle
@@ -37,7 +39,10 @@ class Case:
             of a token), ``pair`` (two experts in turn), ``crowd`` (all tokens to expert 1, the last
             one to 0 and 2 as well), ``none`` (all masked).
         features: further arguments of `MoEConfig`.
-        config: what differs from the default `KernelConfig`.
+        config: what differs from the default `KernelConfig`; nothing in training.
+        mode: the kernel whose case it is: ``forward``, ``save`` or ``dgrad``; see
+            `megamoe.verify.attempts`.
+        recompute: of training: dgrad computes the pre-activations again.
         fails: the error that the case must end with: ``capacity`` (a pool is too small),
             ``absent`` (the last PE does not call, the others time out), ``hasty`` (deadlines so
             short that somebody times out), ``invalid`` (an id past the end, reported).
@@ -60,6 +65,8 @@ class Case:
     calls: int = 1
     features: tuple[tuple[str, Any], ...] = ()
     config: tuple[tuple[str, Any], ...] = ()
+    mode: str = "forward"
+    recompute: bool = False
     fails: str = ""
     timeout_s: float = 300.0
 
@@ -81,9 +88,15 @@ class Case:
 
     @property
     def kernel(self) -> tuple[Problem, KernelConfig]:
-        """The kernel that runs the case."""
-        problem = kernel_problem(self.cfg)
-        return problem, replace(default_config(problem), **dict(self.config))
+        """The kernel whose case it is."""
+        return self.kernels[self.mode]
+
+    @property
+    def kernels(self) -> dict[str, tuple[Problem, KernelConfig]]:
+        """Kernels of the case's layer by mode."""
+        problem = replace(kernel_problem(self.cfg), recompute=self.recompute)
+        config = replace(default_config(problem), **dict(self.config)) if self.config else None
+        return mode_kernels(problem, config, training=self.mode != "forward")
 
     def inputs(self, *, seed: int = 0, integers: bool = True) -> Inputs:
         """Seeded inputs of one call."""
@@ -228,17 +241,55 @@ VERIFY_CASES = (
         timeout_s=5e-5,
     ),
     Case(name="id_past_the_end", tokens=(9, 6), fails="invalid"),
+    Case(name="saving", tokens=(20, 31, 4), mode="save", masked=0.2, calls=2),
+    Case(name="dgrad", tokens=(17, 30), mode="dgrad", calls=2),
+    Case(
+        name="dgrad_prereduced",
+        tokens=(20, 31),
+        top_k=4,
+        mode="dgrad",
+        features=(
+            ("combine", "prereduced"),
+            ("w13_layout", "interleaved"),
+            ("w13_transposed", True),
+            ("w2_transposed", True),
+            ("fc1_bias", True),
+        ),
+    ),
+    Case(name="dgrad_recomputing", tokens=(64, 50), mode="dgrad", recompute=True, grid=3),
+    Case(
+        name="dgrad_absent_pe",
+        tokens=(25, 6, 0),
+        mode="dgrad",
+        recompute=True,
+        fails="absent",
+        timeout_s=1e-3,
+    ),
+    Case(
+        name="dgrad_hasty",
+        tokens=(50, 60),
+        mode="dgrad",
+        recompute=True,
+        fails="hasty",
+        timeout_s=1e-5,
+    ),
 )
 """What ``megamoe verify`` runs."""
 
 CASES_BY_NAME = {case.name: case for case in VERIFY_CASES}
 
 
-def layer(case: Case, data: Inputs, **options: Any) -> VgpuMoE:
-    """The case's layer on vgpu."""
+def layer(case: Case, data: Inputs, *, image: Image | None = None, **options: Any) -> VgpuMoE:
+    """The case's layer on vgpu; ``image`` takes the place of the case's kernel."""
     weights = weights_per_pe(case.cfg, data)
     options.setdefault("timeout_s", case.timeout_s)
-    options.setdefault("config", case.kernel[1])
+    if case.mode == "forward":
+        options.setdefault("config", case.kernel[1])
+        options["image"] = image
+    else:
+        options |= {"training": True, "recompute": case.recompute}
+        if image is not None:
+            options["training_images"] = {case.mode: image}
     moe = VgpuMoE(case.cfg, **weights, grid=case.grid, **options)
     if case.fails == "invalid":
         for session in moe.group.sessions:

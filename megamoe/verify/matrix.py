@@ -72,7 +72,8 @@ def run_matrix(
     tick: Callable[[str], None] = lambda _: None,
 ) -> MatrixResult:
     """Execute runs, ``processes`` at a time; kernels are compiled beforehand, once each."""
-    for problem, config in {run.case.kernel: None for run in runs}:
+    kernels = {kernel: None for run in runs for kernel in run.case.kernels.values()}
+    for problem, config in kernels:
         tick("")
         compiled(problem, config)
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads

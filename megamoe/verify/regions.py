@@ -34,15 +34,22 @@ def element(block: Block, byte: int) -> str:
 
 
 def named(text: str, problem: Problem, config: KernelConfig | None = None) -> str:
-    """``local[…]`` and the like in a text become elements of their regions; ``config`` of the
-    kernel, where that has regions of its own."""
+    """``local[…]`` and the like in a text become elements of their regions, ``saved.x[…]`` of the
+    blocks that a training call keeps; ``config`` of the kernel, where that has regions of its own.
+    """
     blocks = {
         "local": local_block(problem, config),
         "symmetric": symmetric_block(problem),
         "saved": saved_block(problem),
         "dgrad": dgrad_block(problem),
     }
-    return _BYTE.sub(lambda m: element(blocks[m[1]], int(m[2])), text)
+
+    def told(match: re.Match[str]) -> str:
+        block = match[1]
+        owner = f"{block}." if block in ("saved", "dgrad") else ""
+        return owner + element(blocks[block], int(match[2]))
+
+    return _BYTE.sub(told, text)
 
 
 def named_finding(

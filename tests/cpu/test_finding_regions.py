@@ -23,7 +23,7 @@ PROBLEM = kernel_problem(
 def test_blocks_of_training_calls(block, table):
     region = table(replace(PROBLEM, mode="dgrad")).regions[-1]
     assert named(f"read of {block}[{region.offset + 4}]", PROBLEM) == (
-        f"read of {region.name}[{1 if len(region.shape) == 1 else '0, 2'}]"
+        f"read of {block}.{region.name}[{1 if len(region.shape) == 1 else '0, 2'}]"
     )
 
 

@@ -21,7 +21,9 @@ from test_backward import model, small
 
 from megamoe.cute_kernels.saved import dgrad_block, saved_block
 from megamoe.runtime.errors import MegaMoETimeout
+from megamoe.verify.cases import Case
 from megamoe.verify.inputs import make_inputs
+from megamoe.verify.runs import Run, execute
 
 WAYS = [("round_robin", "eager"), ("random", "late"), ("starve", "random")]
 BLOCKS = replace(
@@ -134,3 +136,17 @@ def test_a_peer_that_skips_its_dgrad_is_found_by_name() -> None:
     moe.world.run()
     with pytest.raises(MegaMoETimeout, match=r"PE 0, CTA \d, epoch 2: .*peer 1"):
         session.raise_on_status()
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_an_epoch_given_up_reads_nothing_that_nobody_wrote(seed: int) -> None:
+    """Gate and up never came: math must not find unwritten bytes in the stages for them."""
+    case = Case(
+        name="given_up", tokens=(40, 0), route="one", top_k=3, max_tokens=160, grid=3,
+        mode="dgrad", recompute=True, fails="hasty", timeout_s=5e-5,
+    )  # fmt: skip
+    outcome = execute(Run(case=case, seed=seed, schedule="starve", completion="late"))
+    assert [defect.text for defect in outcome.defects] == []
+    # What a copy brought unwritten is no defect in such an epoch; here nothing was to be brought.
+    read = [f.access_2.opcode for f in outcome.report.findings if f.kind == "poison_read"]
+    assert not any(opcode.startswith("ldmatrix") for opcode in read)
