@@ -103,11 +103,13 @@ class Outcome:
 
 def counts(case: Case, finding: Finding) -> bool:
     """False for what an abandoned epoch may do: touch `DRY_DATA`, or use in shared memory
-    never-written bytes that a copy brought there. The finding is a named one."""
+    never-written bytes that load, which copies nothing else, brought there. The finding is a named
+    one."""
     if case.fails not in ("absent", "hasty"):
         return True
-    brought = finding.kind == "poison_read" and finding.access_1 is not None
-    return region_of(finding) not in DRY_DATA and not brought
+    region, source = region_of(finding), finding.access_1
+    loaded = source is not None and source.role == "load" and region == "smem"
+    return region not in DRY_DATA and not (finding.kind == "poison_read" and loaded)
 
 
 class _FirstFinding(Findings):

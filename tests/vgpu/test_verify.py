@@ -13,13 +13,14 @@ from click.testing import CliRunner
 
 from megamoe import testing
 from megamoe.cli import main
+from megamoe.runtime.vgpu.findings import AccessPlace, Finding
 from megamoe.runtime.vgpu.mutate import Mutant, mutants_of
 from megamoe.verify import mutation
 from megamoe.verify.cases import CASES_BY_NAME, VERIFY_CASES, Case
 from megamoe.verify.matrix import run_matrix
 from megamoe.verify.mutation_cases import CASES, GROUPS, MutationGroup
 from megamoe.verify.picture import page, trace
-from megamoe.verify.runs import Run, execute, plan_runs
+from megamoe.verify.runs import Run, counts, execute, plan_runs
 
 TINY = Case(name="tiny", tokens=(3, 5), route="one")
 COUNTS = ["cases", "runs", "races", "poison_reads", "deadlocks", "wrong_results"]
@@ -200,6 +201,31 @@ def test_groups_are_one_kernel_each() -> None:
     # Runs are told apart by their names.
     for group in GROUPS:
         assert len({str(run) for run in group.runs}) == len(group.runs)
+
+
+def test_groups_of_clusters_have_whole_clusters() -> None:
+    group = MutationGroup(name="pairs", config=(("cluster", "weights"),))
+    assert {run.case.grid for run in group.runs} == {2, 4}
+    assert {run.case.grid for run in GROUPS[0].runs} == {1, 2, 3}
+
+
+def test_what_load_brought_does_not_count_in_an_abandoned_epoch() -> None:
+    hasty = CASES_BY_NAME["hasty"]
+
+    def finding(role: str, where: str, kind: str = "poison_read") -> Finding:
+        copy = AccessPlace(
+            what="asynchronous write", pe=0, cta=0, warp=0, lanes=1, role=role,
+            opcode="cp.async.bulk", ptx_line=1, source="",
+        )  # fmt: skip
+        return Finding(
+            kind=kind, message="", access_1=copy, access_2=copy, missing_edge="", where=where, pe=0
+        )
+
+    assert not counts(hasty, finding("load", "smem[16]"))
+    assert counts(CASES_BY_NAME["ragged"], finding("load", "smem[16]"))
+    assert counts(hasty, finding("recv-and-place", "smem[16]"))
+    assert counts(hasty, finding("load", "comb[0, 0]"))
+    assert counts(hasty, finding("load", "smem[16]", kind="race"))
 
 
 def test_only_other_instructions_of_a_further_kernel_are_judged() -> None:
