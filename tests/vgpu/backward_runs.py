@@ -15,6 +15,8 @@ from megamoe.testing import VgpuMoE
 from megamoe.verify.inputs import Inputs, make_inputs, weights_per_pe
 
 WEIGHTS = ("w13", "w2", "b13", "b2")
+WAYS = [("round_robin", "eager"), ("random", "late"), ("starve", "random")]
+"""Schedules and completion policies."""
 PARTS = ("dx", "d_topk_weights", *(f"d{name}" for name in WEIGHTS))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from backward_runs import (
     STEPS,
+    WAYS,
     Step,
     assert_same,
     layer_of,
@@ -20,38 +21,38 @@ from test_backward import model, small
 
 from megamoe.reference_backward import Gradients
 
-WAYS = [("round_robin", "eager"), ("random", "late"), ("starve", "random")]
 
-
-def judge(step: Step, schedule: str, completion: str, seed: int) -> None:
-    """Two steps, so that blocks of memory are used again; no race, no read of unwritten bytes."""
+def judge(step: Step, **options: object) -> None:
+    """Two steps, so that blocks of memory are used again, one launch of dgrad a PE and step; no
+    race, no read of unwritten bytes, and the model's gradients. ``options`` as for ``VgpuMoE``."""
     data = step.inputs(2)
     dy = output_gradients(step, data)
-    moe = layer_of(
-        step.config(2), data, schedule=schedule, completion=completion, seed=seed, detect=True
-    )
     want = model(step, data, dy)
+    moe = layer_of(step.config(2), data, detect=True, **options)
     given = {"x": data.x, "topk_ids": data.topk_ids, "topk_weights": data.topk_weights}
     for _ in range(2):
         done = moe.forward(**given, save_for_backward=True)
         back = moe.backward_dgrad(dy, done.saved)
         made = moe.backward_wgrad(done.saved)
-        found = [str(f) for each in (done, back, made) for f in each.report.findings]
-        assert found == []
+        assert [str(f) for each in (done, back, made) for f in each.report.findings] == []
+        assert back.launches == [1, 1]
         assert_same(back.dx, want.dx)
+        assert_same(back.d_topk_weights, want.d_topk_weights)
         assert_same([each["w13"] for each in made.grads], want.dw13)
+        assert_same([each["w2"] for each in made.grads], want.dw2)
 
 
 def test_a_step_is_free_of_races() -> None:
-    judge(small(), "random", "random", 0)
+    judge(small(), schedule="random", completion="random")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 @pytest.mark.parametrize("step", [s for s in STEPS if s.integers], ids=lambda step: step.name)
 def test_steps_are_free_of_races(step: Step, way: tuple[str, str]) -> None:
+    schedule, completion = way
     for seed in range(2):
-        judge(step, *way, seed)
+        judge(step, schedule=schedule, completion=completion, seed=seed)
 
 
 @pytest.mark.parametrize("schedule", ["random", "starve"])

@@ -10,14 +10,15 @@ import torch
 from backward_runs import (
     PARTS,
     STEPS,
+    WAYS,
     Step,
-    assert_same,
     layer_of,
     output_gradients,
     train_step,
     with_cfg,
 )
-from test_backward import model, small
+from test_backward import small
+from test_backward_races import judge
 
 from megamoe.cute_kernels.saved import dgrad_block, saved_block
 from megamoe.runtime.errors import MegaMoETimeout
@@ -25,7 +26,6 @@ from megamoe.verify.cases import Case
 from megamoe.verify.inputs import make_inputs
 from megamoe.verify.runs import Run, execute
 
-WAYS = [("round_robin", "eager"), ("random", "late"), ("starve", "random")]
 BLOCKS = replace(
     with_cfg(small(), intermediate=264, max_tokens=160), name="blocks", tokens=(150, 60)
 )
@@ -62,30 +62,8 @@ def test_the_same_bits_for_every_layer(seed: int) -> None:
     )
 
 
-def judge(step: Step, schedule: str, completion: str, seed: int) -> None:
-    """Two steps under the race detector, against the model; one launch of dgrad a PE."""
-    data = step.inputs(2)
-    dy = output_gradients(step, data)
-    want = model(step, data, dy)
-    moe = layer_of(
-        step.config(2), data, recompute=True, detect=True, grid=3,
-        schedule=schedule, completion=completion, seed=seed,
-    )  # fmt: skip
-    given = {"x": data.x, "topk_ids": data.topk_ids, "topk_weights": data.topk_weights}
-    for _ in range(2):
-        done = moe.forward(**given, save_for_backward=True)
-        back = moe.backward_dgrad(dy, done.saved)
-        made = moe.backward_wgrad(done.saved)
-        assert [str(f) for each in (done, back, made) for f in each.report.findings] == []
-        assert back.launches == [1, 1]
-        assert_same(back.dx, want.dx)
-        assert_same(back.d_topk_weights, want.d_topk_weights)
-        assert_same([each["w13"] for each in made.grads], want.dw13)
-        assert_same([each["w2"] for each in made.grads], want.dw2)
-
-
 def test_several_blocks_are_free_of_races() -> None:
-    judge(BLOCKS, "random", "late", 0)
+    judge(BLOCKS, recompute=True, grid=3, schedule="random", completion="late")
 
 
 @pytest.mark.slow
@@ -94,7 +72,11 @@ def test_several_blocks_are_free_of_races() -> None:
     "step", [BLOCKS, *(s for s in STEPS if s.integers)], ids=lambda step: step.name
 )
 def test_steps_are_free_of_races(step: Step, way: tuple[str, str]) -> None:
-    judge(step, *way, seed=WAYS.index(way))
+    schedule, completion = way
+    judge(
+        step, recompute=True, grid=3, schedule=schedule, completion=completion,
+        seed=WAYS.index(way),
+    )  # fmt: skip
 
 
 def test_a_saved_state_has_the_rows_of_x_only() -> None:
